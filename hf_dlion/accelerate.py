@@ -4,7 +4,7 @@
     hf_dlion.accelerate.attach(accelerator, model)
 
 `attach` keeps gradients local to their rank. It also makes `save_state` and `load_state` keep what
-differs between ranks: momenta and, with `vote_every` above 1, weights.
+differs between ranks, their momenta.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
     rank's momentum and GradScaler, and `load_state` reads them. If `save_state` fails on one rank,
     all ranks raise. With FSDP2, that holds for the momenta only.
 
-    With `vote_every` above 1, `save_state` saves the model with the weights that all ranks have,
-    and each rank's own weights with its momentum. Saving exchanges nothing and doesn't change the
-    run. Call `optimizer.eval()` before `accelerator.save_model`, `get_state_dict`, and evaluations,
-    and `optimizer.train()` after them. Begin evaluations with `DistributedLion.exchange_now`.
+    With `vote_every` above 1, `save_state` begins with an exchange. Before `save_model`,
+    `get_state_dict`, and evaluations, call `DistributedLion.exchange_now` on every rank.
 
     Args:
         accelerator: The accelerator, after `prepare`.
@@ -281,6 +279,8 @@ def _save_state(
             pass
         wait()
 
+    for _, lion in lions:
+        lion.exchange_now()
     # With FSDP the other ranks may be in its collectives, where they can't meet this one.
     can_meet = not is_sharded(accelerator)
     try:
@@ -288,12 +288,11 @@ def _save_state(
             stack.callback(setattr, accelerator, "wait_for_everyone", wait)
             if can_meet:
                 accelerator.wait_for_everyone = meet_and_wait
-            for name, lion in lions:
-                if output_dir is not None and not project.automatic_checkpoint_naming:
+            if output_dir is not None and not project.automatic_checkpoint_naming:
+                for name, _ in lions:
                     # Without it, what a crash leaves of this save isn't taken for complete.
                     own = file_name(name, accelerator.process_index, accelerator.num_processes)
                     Path(output_dir, own).unlink(missing_ok=True)
-                stack.enter_context(lion.common_weights())
             folder = original()
         for name, lion in lions:
             state = None if scaler is None else scaler.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -45,7 +46,7 @@ from hf_dlion.vote.layout import (
 from hf_dlion.vote.local_steps import schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
 from hf_dlion.vote.state_dict import Loading, momenta_only
-from hf_dlion.vote.step import Mine, Schedule, Turn, plain_lion, vote
+from hf_dlion.vote.step import Mine, Turn, plain_lion, vote
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -78,12 +79,12 @@ class DistributedLion(torch.optim.Optimizer):
             all ranks).
         replicate: Ranks that hold the same FSDP2 shards, as `mesh["replicate"]` or its process
             group (default: None, which means that the model isn't sharded).
-        bits: Bits per vote: 1 sends the sign of u, and 2, 4, or 8 also its size (default: 1).
-            Values above 1 need `aggregation="majority"` or `vote_every` above 1.
+        bits: Bits per vote: 1 sends the sign of u, and 2, 4, or 8 also its size (default: None,
+            which means 1, and 4 with `vote_every` above 1). Values above 1 need
+            `aggregation="majority"` or `vote_every` above 1.
         vote_every: Number of steps per exchange (default: 1). Above 1, each rank moves its own
             weights by sign(u), and the exchange sends how far each element was moved. Call
-            `exchange_now` and `eval` before you evaluate, `eval` before you save, and `train` after
-            both.
+            `exchange_now` on every rank before you evaluate or save the model, and at the end.
         aggregation: Rule that turns votes into v: "majority", the sign of their sum, or "average",
             their mean (default: None, which means "majority", and "average" with `vote_every`
             above 1).
@@ -100,11 +101,15 @@ class DistributedLion(torch.optim.Optimizer):
         full_precision: Parameters whose gradients are averaged instead of voted on: patterns of
             names such as `"*norm*;*bias"`, or a function of name and parameter (default: None).
         momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
-            an equal slice per step (default: 0, which means never).
+            an equal slice per step (default: 0, which means never). With `vote_every` above 1,
+            number of exchanges, in the last of which they are averaged.
         momentum_sync: Momenta that are averaged: "all", "auto" for those that differ most, patterns
             of names, or a function of name and parameter (default: "all").
-        momentum_sync_budget: Largest number of bytes that a rank sends per step for
-            `momentum_sync="auto"` (default: None, which means 1 bit per parameter).
+        momentum_sync_bits: Bits in which a momentum is sent: 16, or 4 with `vote_every` above 1
+            (default: None, which means 16, and 4 with `vote_every` above 1).
+        momentum_sync_budget: Largest number of bytes that a rank sends for `momentum_sync="auto"`
+            in a step, with `vote_every` above 1 in an exchange (default: None, which means 1 bit
+            per parameter).
         momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16, or torch.float16
             (default: None, which means each parameter's dtype).
         seed: Seed of the stochastic rounding, equal on every rank (default: 0).
@@ -143,7 +148,7 @@ class DistributedLion(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         replicate: DeviceMesh | dist.ProcessGroup | None = None,
-        bits: int = 1,
+        bits: int | None = None,
         vote_every: int = 1,
         aggregation: Aggregation | None = None,
         ties: Ties = "alternate",
@@ -153,6 +158,7 @@ class DistributedLion(torch.optim.Optimizer):
         full_precision: Selection | None = None,
         momentum_sync_every: int = 0,
         momentum_sync: Selection = "all",
+        momentum_sync_bits: int | None = None,
         momentum_sync_budget: int | None = None,
         momentum_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -237,70 +243,69 @@ class DistributedLion(torch.optim.Optimizer):
         """
         ddp.detach(self)
         self.peers.note_attach(self._layout)
-        try:
-            if self.schedule.kept:
-                self.eval()
-        finally:
-            self.schedule = self.schedule.renewed(exchanges=self.schedule.exchanges)
+        if self.schedule.states:
+            with torch.no_grad():
+                for slot in self._refreshed_layout().slots:
+                    self.schedule.drop(slot.param, slot.part)
+        self.schedule.reset(self.schedule.exchanges)
 
+    @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
     @torch.no_grad()
-    def eval(self) -> None:
-        """Puts the common weights into the model, to evaluate or save it.
+    def exchange_now(self) -> None:
+        """Ends a period of local steps; every rank must call this before you look at weights.
 
-        These are the weights of the last exchange, equal on all ranks. The call doesn't
-        communicate, so a single rank may make it, except with FSDP2. Before an evaluation, call
-        `exchange_now` on every rank: otherwise the weights lag up to `vote_every` - 1 steps behind,
-        which misleads early stopping and plateau schedulers. With `vote_every=1` it has no effect.
+        Call it before you evaluate or save the model, and at the end of training. The model then
+        holds the same weights on every rank, and training goes on by itself: the next exchange
+        comes after `vote_every` steps. With `vote_every=1` it has no effect. Bytes: an exchange, or
+        a header if no rank has moved.
 
-        What is written into the model before `train` replaces the common weights and moves this
-        rank's own, so write the same values on every rank. Raises what `LocalSteps.check` raises.
+        Raises:
+            Disagreement: On every rank, if another rank takes a step, or the ranks differ.
+            LostRank: If another rank ended or stalled.
         """
-        self.schedule.show(self, own=False)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        """Puts this rank's own weights back after `eval`; call it before training.
-
-        They have the same bits as before. Elements that were written since `eval` keep their
-        distance from the common weights: if x was replaced by x', p becomes x' - (x - p). Raises
-        what `LocalSteps.check` raises.
-        """
-        self.schedule.show(self, own=True)
+        if not self.schedule.is_local or self.peers.world_size == 1:
+            return
+        with self.peers.together(Kind.EXCHANGE) as mine:
+            mine.layout = self._refreshed_layout()
+            if self.schedule.shown:
+                self.schedule.hide(mine.layout)
+            self.schedule.prepare_exchange()
+        ranks = self.peers.ranks
+        if ranks is None or ranks.voters.world_size == 1:
+            return
+        counts, turn = mine.agreed.counts, self._turn(0)
+        number, texts = self.schedule.exchange(mine.layout, counts, turn, ranks)
+        self._run_periodic_tasks(number)
+        mine.layout.release()
+        for text in texts:
+            warnings.warn(text, stacklevel=4)
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Calls `eval` for the body of a `with` statement, and then restores what the model held.
+        """Shows the weights with which the period began, in the body of a `with` statement.
+
+        For one rank alone, or a callback, between two exchanges of local steps. They are equal on
+        all ranks, and lag up to `vote_every` - 1 steps behind. There is no communication, but with
+        FSDP2 every rank must enter. Afterwards the model has the bits from before. Elements that
+        you write keep their distance from the common weights: if x was replaced by x', p becomes
+        x' - (x - p), so write the same values on every rank. Has no effect after `exchange_now`.
 
         Example:
             >>> optimizer = DistributedLion([torch.nn.Parameter(torch.ones(64))])
             >>> with optimizer.common_weights():
             ...     pass  # evaluate the model
         """
-        shown = self.schedule.shown
-        self.eval()
+        shows = bool(self.schedule.states) and not self.schedule.shown
+        if shows:
+            with torch.inference_mode(False), torch.no_grad():
+                self.schedule.show(self._refreshed_layout())
         try:
             yield
         finally:
-            if not shown:
-                self.train()
-
-    @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
-    @torch.no_grad()
-    def exchange_now(self) -> None:
-        """Exchanges the local steps since the last exchange; every rank must call this.
-
-        Call it before `eval` in evaluations, so they have all steps, and at the end of training, so
-        the last steps aren't lost. The next exchange then comes after `vote_every` steps. With
-        `vote_every=1` it has no effect. Bytes: an exchange, or a header if no rank has moved.
-
-        Raises:
-            Disagreement: On every rank, if another rank takes a step, or the ranks differ.
-            LostRank: If another rank ended or stalled.
-            RuntimeError: On this rank, what `LocalSteps.check` raises.
-        """
-        if self.peers.world_size > 1:
-            for text in self.schedule.exchange_now(self):
-                warnings.warn(text, stacklevel=4)
+            fsdp.reshard(self.peers.fsdp_models)  # A forward leaves the root gathered.
+            if shows and self.schedule.shown:  # An exchange in the block has ended the period.
+                with torch.inference_mode(False), torch.no_grad():
+                    self.schedule.hide(self._refreshed_layout())
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -330,7 +335,7 @@ class DistributedLion(torch.optim.Optimizer):
                 next exchange.
             LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
-                steps; or on this rank, after `eval` without `train`, or from `LocalSteps.check`.
+                steps; or on this rank, in `common_weights` between two exchanges.
         """
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
         with self.peers.together(Kind.STEP) as mine:  # Ends with a header: all pass, or raise.
@@ -340,7 +345,7 @@ class DistributedLion(torch.optim.Optimizer):
                     loss = closure()
             self._collect(mine)
             self.peers.check(mine)
-            self.schedule.begin(mine.layout, self._turn(0))
+            self.schedule.begin(mine.layout, self.param_groups)
         texts = self._take(mine)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
@@ -397,12 +402,13 @@ class DistributedLion(torch.optim.Optimizer):
         if not number or ranks is None:
             return
         if options.momentum_sync_every and ranks.voters.world_size > 1:
-            chosen = [s.param for s in self._layout.slots if s.synced and s.param.requires_grad]
-            momenta = [
-                Momentum(self._flat_momentum(p), fsdp.largest_part(p), self.state[p])
-                for p in chosen
-            ]
-            synchronize(momenta, options, ranks, number)
+            momenta = []
+            for slot in self._layout.slots:
+                if slot.synced and slot.param.requires_grad:
+                    slot.momentum = self._flat_momentum(slot.param)
+                    size = fsdp.largest_part(slot.param)
+                    momenta.append(Momentum(slot, size, self.state[slot.param]))
+            synchronize(momenta, replace(self._turn(0), step=number), ranks)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
             self.peers.compare_replicas()
 
@@ -442,7 +448,7 @@ class DistributedLion(torch.optim.Optimizer):
         step, ranks = self.steps + ahead, self.peers.ranks
         voter, voters = (0, 1) if ranks is None else (ranks.voter, ranks.voters.world_size)
         return Turn(
-            step=step, local_step=step, voter=voter, voters=voters, options=self.options,
+            step=step, voter=voter, voters=voters, options=self.options,
             groups=self.param_groups, state=self.state, scratch=self._scratch,
         )  # fmt: skip
 
@@ -487,23 +493,23 @@ class DistributedLion(torch.optim.Optimizer):
 
         A parameter that was frozen during local steps counts as trainable until the next exchange.
         With FSDP2 this frees gathered parameters, so the next forward gathers what is written.
-        Anchors get what was written into the model while it shows them.
         """
         fsdp.reshard(self.peers.fsdp_models)
-        pairs = trainable(self.param_groups, self.schedule.moved)
+        pairs = trainable(self.param_groups, self.schedule.states)
         # Every step compares this, so it must be cheap.
         key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in pairs]
         with torch.no_grad():
             if self._layout.key != key:
                 self._layout = self._new_layout(key, {p for _, p in pairs})
-                for p in {*self.schedule.kept, *self.schedule.moved} - {p for _, p in pairs}:
-                    self.schedule.drop(p, flat_view(fsdp.local_part(p.detach())))  # Removed.
+                for p in {*self.schedule.states} - {p for _, p in pairs}:
+                    self.schedule.drop(p, fsdp.local_part(p.detach()))  # Removed.
             for slot in self._layout.slots:
-                slot.p = flat_view(fsdp.local_part(slot.param.detach()))
-                slot.kept = self.schedule.kept.get(slot.param)
+                slot.part = fsdp.local_part(slot.param.detach())
+                slot.p = flat_view(slot.part)
                 slot.grad = slot.momentum = None
-            if self.schedule.shown:
-                self.schedule.take_in_writes(self._layout)
+                if (state := self.schedule.states.get(slot.param)) is not None:
+                    state.fit(slot.name, slot.part)
+                slot.local = state
         return self._layout
 
     def _new_layout(self, key: object, trainable: Collection[Tensor]) -> Layout:
@@ -567,9 +573,10 @@ class DistributedLion(torch.optim.Optimizer):
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here. Own weights, exchanges, and abstentions are forgotten, and a period of
-        local steps begins. `load_momentum` brings own weights, and ages of rows, from its files.
-        A state with the optimizer's own tensors, which Accelerate's `prepare` loads, keeps all.
+        that they have here. A period of local steps, the number of exchanges, and abstentions are
+        forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
+        and ages of rows, from its files. A state with the optimizer's own tensors, which
+        Accelerate's `prepare` loads, keeps all.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -591,18 +598,14 @@ class DistributedLion(torch.optim.Optimizer):
         if loading.keeps_all:
             return
         self._layout = Layout()
-        self.schedule = self.schedule.renewed(shown=self.schedule.shown)
+        self.schedule.reset()
         self.peers.note_load()
 
-    def _restore(
-        self, step: int, states: Mapping[Tensor, dict[str, Any]], schedule: Schedule | None
-    ) -> None:
-        """Continues with this rank's own momenta and ages from a file, and with local steps.
-
-        `schedule` is that of after `eval()`, None to keep this one.
-        """
+    def _restore(self, step: int, exchanges: int, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Continues with this rank's own momenta and ages from a file."""
         self._layout = Layout()
         self.peers.note_own_momenta()
+        self.schedule.reset(exchanges)
         for group in self.param_groups:
             group["step"] = step
             for param in group["params"]:
@@ -610,10 +613,6 @@ class DistributedLion(torch.optim.Optimizer):
                 for key in ("exp_avg", AGE, "divergence"):
                     self.state[param].pop(key, None)
                 self.state[param].update(states.get(param, {}))
-        if schedule is not None:
-            shown, self.schedule = self.schedule.shown, schedule
-            if not shown:
-                self.train()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy copy.

@@ -44,7 +44,7 @@ class Options:
         NotImplementedError: If options don't work together yet.
     """
 
-    bits: int = 1
+    bits: int | None = None
     vote_every: int = 1
     aggregation: Aggregation | None = None
     ties: Ties = "alternate"
@@ -54,6 +54,7 @@ class Options:
     full_precision: Selection | None = None
     momentum_sync_every: int = 0
     momentum_sync: Selection = "all"
+    momentum_sync_bits: int | None = None
     momentum_sync_budget: int | None = None
     momentum_dtype: torch.dtype | None = None
     seed: int = 0
@@ -63,10 +64,14 @@ class Options:
     def __post_init__(self) -> None:
         """Checks every value, so the error's traceback shows the line that set it."""
         _check_integer("vote_every", self.vote_every, 1, 2**31 - 1)
-        if self.aggregation is None:
-            object.__setattr__(
-                self, "aggregation", "average" if self.vote_every > 1 else "majority"
-            )
+        local = self.vote_every > 1
+        for name, value in (
+            ("aggregation", "average" if local else "majority"),
+            ("bits", 4 if local else 1),
+            ("momentum_sync_bits", (4 if local else 16) if self.momentum_sync_every else None),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         _check_choice("aggregation", self.aggregation, get_args(Aggregation))
         _check_choice("ties", self.ties, get_args(Ties))
         _check_choice("level_scale", self.level_scale, get_args(LevelScale))
@@ -77,6 +82,10 @@ class Options:
         _check_integer("max_abstained_steps", self.max_abstained_steps, 1, 2**31 - 1)
         _check_integer("check_replicas_every", self.check_replicas_every, 0, 2**31 - 1)
         _check_integer("momentum_sync_every", self.momentum_sync_every, 0, 2**63 - 1)
+        if self.momentum_sync_bits not in (None, 4, 16):
+            raise ValueError(
+                f"momentum_sync_bits must be 4 or 16 (got {self.momentum_sync_bits!r})"
+            )
         if self.momentum_sync_budget is not None:
             _check_integer("momentum_sync_budget", self.momentum_sync_budget, 0, 2**63 - 1)
         if isinstance(self.local_group, str):
@@ -98,13 +107,13 @@ class Options:
 
     def _check_together(self) -> None:
         """Refuses values that don't work together, or have no effect."""
-        local = self.vote_every > 1
+        local, bits = self.vote_every > 1, self.bits or 1
         if local and self.aggregation == "majority":
             raise ValueError(
                 f"vote_every={self.vote_every} needs aggregation='average' (got 'majority'): leave "
                 f"out aggregation, or use vote_every=1"
             )
-        if self.bits > 1 and self.aggregation == "average" and not local:
+        if bits > 1 and self.aggregation == "average" and not local:
             raise ValueError(
                 f"aggregation='average' is the mean of votes of one bit (got bits={self.bits}); "
                 f"use bits=1, or aggregation='majority'"
@@ -117,10 +126,16 @@ class Options:
         syncs, auto = self.momentum_sync_every > 0, self.momentum_sync == "auto"
         needs = {
             "ties": (self.aggregation == "majority", "aggregation='majority'"),
-            "level_scale": (self.bits > 1 and not local, "bits=2, 4, or 8 and vote_every=1"),
-            "momentum_sync": (syncs, "momentum_sync_every=k"),
+            "level_scale": (bits > 1 and not local, "bits=2, 4, or 8 and vote_every=1"),
+            "momentum_sync": (syncs, "momentum_sync_every=n"),
+            "momentum_sync_bits": (syncs, "momentum_sync_every=n"),
             "momentum_sync_budget": (syncs and auto, "momentum_sync='auto'"),
         }
+        if self.momentum_sync_bits == 4 and not local:
+            raise ValueError(
+                "momentum_sync_bits=4 needs vote_every above 1: with vote_every=1, momenta travel "
+                "as bfloat16, which is momentum_sync_bits=16"
+            )
         for name, (effective, need) in needs.items():
             value = getattr(self, name)
             if not effective and value != getattr(type(self), name):

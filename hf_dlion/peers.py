@@ -184,7 +184,7 @@ class Peers:
             mine.agreed = Agreed([mine.finite], [mine.present])
             return
         lion = self._lion
-        if lion.schedule.has_own_weights:
+        if lion.schedule.is_local:
             lion.schedule.settle(mine, ranks.node)
         if mine.kind is Kind.LOCAL_STEP:  # Which has no header.
             if mine.failure is not None:
@@ -227,12 +227,12 @@ class Peers:
             "calls of load_state_dict": self._loads,
             "calls of attach and detach": self._attaches,
         }
-        if lion.schedule.has_own_weights:
-            equal |= lion.schedule.equal_values(kind)
+        if lion.schedule.is_local:
+            equal |= lion.schedule.equal_values(kind, lion.param_groups)
             equal[FROZEN] = sorted(n for n, p in lion._named() if not p.requires_grad)
         equal |= hyperparameters(lion.param_groups)
-        if lion.schedule.has_own_weights:  # Last, because an error names the first difference.
-            equal |= lion.schedule.equal_history(kind)
+        if lion.schedule.is_local:  # Last, because an error names the first difference.
+            equal |= lion.schedule.equal_history(kind, lion.param_groups)
         if callable(lion.options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in lion._layout.slots]
         if lion.options.momentum_sync == "auto":
@@ -252,8 +252,8 @@ class Peers:
         """Counts a load of the optimizer's state."""
         self._loads += 1
         self._abstained, self.momenta_equal = [], False
-        if self._meetings is not None and self._lion.schedule.has_own_weights:
-            # If the model wasn't loaded too, it still holds this rank's own weights.
+        if self._meetings is not None and self._lion.schedule.is_local:
+            # If the model wasn't loaded, it still holds this rank's weights of the period.
             self._meetings.compare_again()
 
     def note_own_momenta(self) -> None:
@@ -282,7 +282,7 @@ class Peers:
             n if n >= limit else 0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)
         ]
         self.wire.abstentions += finite.count(False)
-        if not self._lion.schedule.has_own_weights:  # Whose counts may differ between ranks.
+        if not self._lion.schedule.is_local:  # Whose counts may differ between ranks.
             self._check_abstentions()
 
     def _check_abstentions(self) -> None:
@@ -323,12 +323,12 @@ class Peers:
             RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
         """
         is_other = ddp.wrapper_in(model) not in ddp.attached_wrappers(self._lion)
-        if self._lion.schedule.kept and not self._lion.schedule.shown and is_other:
+        if self._lion.schedule.states and not self._lion.schedule.shown and is_other:
             raise RuntimeError(
                 "attach() got another DDP wrapper between two exchanges of local steps. If it was "
                 "made since the last one, it holds rank 0's own weights on every rank. Call "
-                "optimizer.detach() before you wrap the model, or now to go on with the weights of "
-                "the last exchange, and optimizer.attach(model) before you load momenta"
+                "optimizer.exchange_now() before you wrap the model, or optimizer.detach() now to "
+                "go on with the weights of the last exchange"
             )
 
     def _check_models(self) -> None:
@@ -429,9 +429,8 @@ class Peers:
         """
         found = []
         for name, param in self._lion._named():
-            part = fsdp.local_part(param.detach())
-            if (kept := self._lion.schedule.kept.get(param)) is not None:
-                part = kept.anchor.as_strided(part.size(), part.stride())
+            state = self._lion.schedule.states.get(param)
+            part = fsdp.local_part(param.detach()) if state is None else state.anchor
             found.append((name, part))
         return found
 

@@ -1,4 +1,4 @@
-"""What may happen between two exchanges of local steps, and what is refused on all ranks."""
+"""What may happen within a period of local steps, between two, and what is refused on all ranks."""
 
 from __future__ import annotations
 
@@ -55,10 +55,6 @@ def thaw_and_replace(model: nn.Linear, optimizer: DistributedLion) -> None:
     on_last(replace)(model, optimizer)
 
 
-def reorder(model: nn.Linear, _: DistributedLion) -> None:
-    model.weight.data = model.weight.data.t().contiguous().t()
-
-
 @torch.no_grad()
 def shrink(model: nn.Linear, _: DistributedLion) -> None:
     model.weight.clamp_(max=0.0)
@@ -71,8 +67,13 @@ def give_nan(model: nn.Linear, optimizer: DistributedLion) -> None:
     optimizer.register_step_pre_hook(spoil)
 
 
+def look(model: nn.Linear, optimizer: DistributedLion) -> None:
+    model.look = optimizer.common_weights()
+    model.look.__enter__()
+
+
 F32, BF16 = torch.float32, torch.bfloat16
-BF16_WRITE = "RuntimeError: a torch.bfloat16 parameter of shape (3, 64) has"
+REPLACED = "7 Disagreement: the weights of 'weight' on rank 1 are farther from"
 # The dtype, what changes before which step, and with their steps the error of rank 1 and, if it is
 # another, that of rank 0.
 CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
@@ -87,28 +88,17 @@ CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
         "3 RuntimeError: gradients of rank 1 held a NaN or an Inf",
         "3 Disagreement: exchange failed",
     ),
-    "replaced": (
-        F32, 5, on_last(replace),
-        "7 Disagreement: the weights of 'weight' on rank 1 are farther from", "",
-    ),
-    "replaced on all ranks": (BF16, 5, replace, f"5 {BF16_WRITE} local", ""),
-    "changed": (
-        BF16, 7, on_last(shrink),
-        f"7 {BF16_WRITE}",
-        "7 Disagreement: exchange failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
-    ),
+    "replaced": (F32, 5, on_last(replace), REPLACED, ""),
+    "replaced in 16 bits": (BF16, 5, on_last(replace), REPLACED, ""),
+    "replaced on all ranks": (BF16, 5, replace, REPLACED.replace("rank 1", "ranks 0 and 1"), ""),
+    "pruned": (BF16, 7, on_last(shrink), REPLACED, ""),
     "replaced when a layout is new": (
         BF16, 5, thaw_and_replace,
-        f"5 {BF16_WRITE}",
-        "5 Disagreement: step failed on 1 of 2 ranks: rank 1: RuntimeError: a torch",
+        "5 Disagreement: replicas differ in 1 of 2 parameters, first in 'bias'", "",
     ),
-    "memory layout": (
-        F32, 5, reorder,
-        "5 RuntimeError: a torch.float32 parameter of shape (3, 64) has local", "",
-    ),
-    "eval": (
-        F32, 3, on_last(lambda _, optimizer: optimizer.eval()),
-        "3 RuntimeError: step() after optimizer.eval()",
+    "common weights": (
+        F32, 3, on_last(look),
+        "3 RuntimeError: step() in `with optimizer.common_weights():`",
         "3 Disagreement: exchange failed",
     ),
     "closure": (
@@ -140,7 +130,8 @@ def test_all_ranks_raise_if_something_is_wrong_on_one(rank: int, what: str) -> N
         optimizer.step()
 
     said = (f"{number} {error}" for number in range(12) if (error := error_of(step, number)))
-    assert next(said).startswith(own if rank == 1 else others or own)
+    first = next(said)
+    assert first.startswith(own if rank == 1 else others or own), first
 
 
 @on_ranks(2)
@@ -164,21 +155,17 @@ def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) 
                 with torch.no_grad():
                     params[1].fill_(torch.inf)
             optimizer.step()
-            # Frozen after the exchange of step 2: it takes part in that of step 5.
-            assert (params[0] in optimizer.schedule.kept) == (step < 5)
+            # Frozen in the second period, in whose exchange it takes part.
+            assert (params[0] in optimizer.schedule.states) == (step in (0, 1, 3, 4))
             if step >= 5:
                 assert is_equal_everywhere(params[0])
-    with optimizer.common_weights():
-        optimizer.exchange_now()
-        assert all(map(is_equal_everywhere, params))
-    optimizer.eval()
+    optimizer.exchange_now()
     for p in params:
         assert bool(p.isfinite().all())
         assert is_equal_everywhere(p)
     # Seven steps with the decay of its group, in three exchanges.
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
-    optimizer.detach()
-    assert not optimizer.schedule.kept
+    assert not optimizer.schedule.states
     assert len(texts) == rank
     assert all("the weights of '1' were not finite on rank 1" in text for text in texts)
 
@@ -194,13 +181,12 @@ def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_
             model.requires_grad_(not freezes)
             if step == 1:
                 save_momentum(optimizer, tmp_path)
-            if rank == 0:  # Both calls are local to the rank.
-                optimizer.eval()
-                optimizer.train()
+            if rank == 0:  # It is local to the rank.
+                with optimizer.common_weights():
+                    pass
             if step < 6:
                 model.requires_grad_(True)
         optimizer.exchange_now()
-        optimizer.eval()
         results.append(copies(model.parameters()))
     assert same(*results)
 
@@ -220,7 +206,6 @@ def test_a_change_on_all_ranks_before_a_rank_uses_a_parameter_is_a_move(
         with torch.no_grad():
             other.data.mul_(0.99)
     optimizer.exchange_now()
-    optimizer.eval()
     assert is_equal_everywhere(param)
     assert is_equal_everywhere(other)
 
@@ -240,7 +225,6 @@ def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
         optimizer.step()
         if step % 3 < 2:
             assert torch.equal(frozen, before)
-    optimizer.eval()
     for p, start in zip(params, starts, strict=True):
         assert is_equal_everywhere(p)
         # Six steps each, all down on all ranks.
@@ -260,7 +244,6 @@ def test_a_parameter_that_is_frozen_for_an_exchange_only_goes_on(
         optimizer.step()
         if step == 1:
             before = param.detach().clone()
-    optimizer.eval()
     assert is_equal_everywhere(param)
     assert bool((param != before).any())
 
@@ -272,7 +255,7 @@ def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     step = functools.partial(take_step, optimizer, model, batch(0, rank))
     step()
     with (
-        pytest.raises(RuntimeError, match=r"in common_weights\(\)"),
+        pytest.raises(RuntimeError, match=r"^step\(\) in `with optimizer\.common_weights"),
         optimizer.common_weights(),
     ):
         step()
@@ -283,25 +266,6 @@ def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     model[0].weight.data[0, 0] = rank
     with pytest.raises(Disagreement, match=r"parameters, first in '0\.weight'"):
         step()
-
-
-@on_ranks(2)
-def test_what_is_saved_after_a_refused_exchange_can_be_loaded(rank: int, tmp_path: Path) -> None:
-    params = [nn.Parameter(torch.ones(64)) for _ in range(2)]
-    optimizer = DistributedLion(params, lr=0.01, vote_every=2)
-    for step in range(2):
-        params[rank].grad = torch.ones(64)  # Another parameter than on the other rank.
-        if step == 1:
-            params[rank].data.add_(float(rank))
-            said = error_of(optimizer.step)
-            assert said.startswith("Disagreement: the weights of 'group 0 parameter 1' on")
-        else:
-            optimizer.step()
-    optimizer.eval()
-    save_momentum(optimizer, tmp_path)
-    loaded = DistributedLion(params, lr=0.01, vote_every=2)
-    load_momentum(loaded, tmp_path)
-    assert loaded.schedule.steps_since_exchange == 2
 
 
 @on_ranks(4)
@@ -382,47 +346,35 @@ def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(rank: int, every: int
     assert said.endswith("KeyError: 'in a selection'")
 
 
-@pytest.mark.parametrize("thaws", [False, True], ids=["freezes", "thaws"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @on_ranks(2)
-def test_own_weights_survive_a_change_of_the_layout(rank: int, tmp_path: Path, thaws: bool) -> None:
-    """Own weights of 16 bits keep their bits in `eval` and a save if the layout has changed."""
-    params = [nn.Parameter(torch.randn(3, 64).bfloat16()) for _ in range(3)]
-    params[0].requires_grad_(not thaws)
-    named = [(str(k), p) for k, p in enumerate(params)]
-    optimizer = DistributedLion(named, lr=0.003, vote_every=4)
-    for step in range(3):
-        give_gradients(params, rank, step)
-        optimizer.step()
-    params[0].requires_grad_(thaws)
-    if not thaws:
-        give_gradients(params, rank, 3)
-        optimizer.step()  # The exchange drops the frozen parameter from the layout.
-    with torch.no_grad():
-        params[2].clamp_(-1e9, 1e9)  # A write that changes no value is none.
-    own = copies(params)
-    optimizer.eval()
-    common = copies(params)
-    optimizer.train()
-    assert same(own, params)
-    save_momentum(optimizer, tmp_path)
-    resumed = [
-        (name, nn.Parameter(x.clone(), p.requires_grad))
-        for (name, p), x in zip(named, common, strict=True)
-    ]
-    load_momentum(DistributedLion(resumed, vote_every=4), tmp_path)
-    assert same(own, [p for _, p in resumed])
-    if thaws:
-        optimizer.exchange_now()  # In the new layout.
-        own = copies(params)
-        with torch.no_grad():
-            params[2].clamp_(-1e9, 1e9)
-        optimizer.eval()
-        optimizer.train()
-        assert same(own, params)
-    give_gradients(params, rank, 4)
-    optimizer.step()
-    optimizer.eval()
-    assert all(map(is_equal_everywhere, params))
+def test_a_look_at_common_weights_changes_nothing(rank: int, dtype: torch.dtype) -> None:
+    """Looks on rank 0 alone, also while parameters are frozen, and nested; twice with a NaN."""
+    ends = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3, 64).to(dtype)) for _ in range(3)]
+        optimizer = DistributedLion([(str(k), p) for k, p in enumerate(params)], vote_every=4)
+        start = copies(params)
+        for step in range(7):
+            give_gradients(params, rank, step)
+            if step == 2 and rank == 1:
+                params[2].data[0, 0] = math.nan
+            with warned():
+                optimizer.step()
+            if looks and rank == 0:
+                params[0].requires_grad_(False)
+                with optimizer.common_weights(), optimizer.common_weights():
+                    assert step > 2 or same(params, start)
+                    assert step < 3 or not same(params, start)
+                params[0].requires_grad_(True)
+        ends.append(copies(params))
+        optimizer.exchange_now()
+        assert all(map(is_equal_everywhere, params))
+        before = copies(params)
+        with optimizer.common_weights():
+            assert same(params, before)
+    assert same(*ends)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -432,9 +384,7 @@ def test_writes_into_common_weights_reach_the_weights_that_train(
 ) -> None:
     """Writes as a callback may, through `.data`, where one parameter is broken."""
     param, broken = filled(1.0, dtype), filled(math.nan, dtype)
-    optimizer = DistributedLion(
-        [("w", param), ("broken", broken)], lr=2**-7, vote_every=9, check_replicas_every=1
-    )
+    optimizer = DistributedLion([("w", param), ("broken", broken)], lr=2**-7, vote_every=9)
     param.grad *= (-1) ** rank
     optimizer.step()
     moved = (-1) ** rank * 2**-7
@@ -442,36 +392,101 @@ def test_writes_into_common_weights_reach_the_weights_that_train(
         param.data[:64] = 0.5
     assert bool((param[:64] == 0.5 - moved).all())
     assert bool((param[64:] == 1.0 - moved).all())
-    with torch.no_grad():
-        broken.mul_(1)  # A NaN that stays is no write.
     optimizer.step()
-    optimizer.eval()
-    param.data.clamp_(max=0.25)
+    with optimizer.common_weights():
+        param.data.clamp_(max=0.25)
     with warned():
         optimizer.exchange_now()
     # The ranks have moved in opposite directions, so their mean stays.
     assert bool((param == 0.25).all())
-    param.data.add_(rank)
-    optimizer.train()
-    optimizer.step()
-    with warned(), pytest.raises(Disagreement, match="replicas differ after step 3"):
-        optimizer.exchange_now()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@on_ranks(2)
+def test_a_write_within_a_period_counts_as_a_move(rank: int, dtype: torch.dtype) -> None:
+    """Clamps and rewrites weights, as a loop of a user may after each step."""
+    param, optimizer = single(dtype=dtype, vote_every=4, bits=8)
+    for step in range(3):
+        param.grad = torch.full_like(param, -1.0 if rank else 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            param.clamp_(max=1.0)
+            if step == 1:
+                param.data.add_(0.0)
+    # Rank 1 went up by 0.03, which its clamp undid.
+    assert bool((param == 1.0).all()) == (rank == 1)
+    optimizer.exchange_now()
+    assert is_equal_everywhere(param)
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        param.detach().float().mean(), torch.tensor(0.985), atol=tolerance, rtol=0
+    )
 
 
 @on_ranks(2)
-def test_replaced_weights_are_refused_until_the_optimizer_is_detached() -> None:
-    param, optimizer = single(1.0, torch.bfloat16, vote_every=4)
-    for _ in range(2):
+def test_what_is_written_between_periods_counts(rank: int) -> None:
+    """Clamps, resets, loads, and prunes after an exchange, as with any optimizer."""
+    model, optimizer = plain(vote_every=3, check_replicas_every=1)
+    for step in range(9):
+        take_step(optimizer, model, batch(step, rank))
+        if step % 3 == 2:
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.05, 0.05)
+                model[2].weight.zero_()
+            model[3].load_state_dict({name: p + 1 for name, p in model[3].state_dict().items()})
+            written = copies(model.parameters())
+            with optimizer.common_weights():
+                assert same([*model.parameters()], written)
+    assert all(map(is_equal_everywhere, model.parameters()))
+    assert float(model[0].weight.detach().abs().max()) <= 0.0500001
+    assert not model[2].weight.any()
+
+
+@pytest.mark.parametrize("change", ["strides", "dtype", "deepcopy"])
+@on_ranks(2)
+def test_a_parameter_may_get_another_memory_layout_within_a_period(rank: int, change: str) -> None:
+    """A period goes on with another memory format or dtype, as momenta do."""
+    model, optimizer = plain(nn.Conv2d(3, 4, 3), vote_every=4)
+    for step in range(8):
+        give_gradients(model.parameters(), rank, step)
+        if step == 2 and change == "strides":
+            model.to(memory_format=torch.channels_last)
+        elif step == 2 and change == "dtype":
+            model.bfloat16()
+            for p in model.parameters():
+                p.grad = p.grad.bfloat16()
+        elif step == 2:
+            copy.deepcopy((model, optimizer))
         optimizer.step()
-    with torch.no_grad():
-        param.fill_(7.0)
-    calls = optimizer.step, optimizer.eval, optimizer.exchange_now, optimizer.step, optimizer.detach
-    for refused in calls:
-        with pytest.raises(RuntimeError, match="values were changed between two steps"):
-            refused()
-        assert bool((param == 7.0).all())
-    optimizer.step()  # Local steps begin again at the new weights.
-    assert bool((param < 7.0).any())
+        if step == 2:
+            with optimizer.common_weights():
+                assert all(map(is_equal_everywhere, model.parameters()))
+        if step % 4 == 3:
+            assert all(map(is_equal_everywhere, model.parameters()))
+
+
+@on_ranks(2)
+def test_a_parameter_resized_within_a_period_is_named(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    optimizer.step()
+    param.data = torch.ones(64)
+    param.grad = torch.ones(64)
+    with pytest.raises(
+        RuntimeError, match=r"^'w' had shape \(128,\) in the last local step, and has"
+    ):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    param.grad *= (-1) ** rank
+    optimizer.step()
+    assert bool((param != 1.0).all())
+    optimizer.detach()
+    assert bool((param == 1.0).all())
+    optimizer.step()
+    assert optimizer.schedule.steps == 1
 
 
 @on_ranks(2)
@@ -484,18 +499,6 @@ def test_a_parameter_frozen_on_one_rank_between_exchanges_is_named(rank: int) ->
     text = r"first in 'frozen parameters': rank 0: \[\], rank 1: \['b'\]"
     with pytest.raises(Disagreement, match=text):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_an_exchange_that_fails_after_eval_leaves_the_common_weights(rank: int) -> None:
-    param, optimizer = single(vote_every=4)
-    optimizer.step()
-    with torch.no_grad():
-        param.add_(100.0 * rank)
-    optimizer.eval()
-    with pytest.raises(Disagreement, match=r"^the weights of 'w' on rank 1 are farther"):
-        optimizer.exchange_now()
-    assert bool((param == 1.0).all())  # Still the common weights.
 
 
 @on_ranks(2)
@@ -515,27 +518,15 @@ def test_replicas_are_compared_if_empty_exchanges_come_between(rank: int) -> Non
 
 
 @on_ranks(2)
-def test_a_layout_changed_between_eval_and_train_is_refused(rank: int) -> None:
-    model, optimizer = plain(nn.Conv2d(3, 4, 3), vote_every=4)
-    for param in model.parameters():
-        param.grad = torch.full_like(param, (-1.0) ** rank)
-    optimizer.step()
-    optimizer.eval()
-    model.to(memory_format=torch.channels_last)
-    with pytest.raises(RuntimeError, match="device, dtype, or memory layout was changed"):
-        optimizer.train()
-
-
-@on_ranks(2)
 def test_an_evaluation_in_inference_mode_may_exchange(rank: int) -> None:
     param, optimizer = single(vote_every=2)
     param.grad *= (-1) ** rank
     optimizer.step()
     with torch.inference_mode():
         optimizer.synchronize_momentum()
-        optimizer.exchange_now()
-        optimizer.eval()
-        optimizer.train()
+        with optimizer.common_weights():
+            optimizer.exchange_now()  # Ends the period; there is nothing to put back.
+        assert is_equal_everywhere(param)
     param.grad = torch.ones_like(param)
     for _ in range(2):
         optimizer.step()
@@ -573,18 +564,18 @@ def test_no_rank_raises_alone_if_all_abstain_from_a_step_with_a_header(rank: int
 def test_a_group_keeps_its_decay_if_one_before_it_is_removed(rank: int) -> None:
     params = [filled(1.0) for _ in range(3)]
     groups = [{"params": [p], "weight_decay": 10.0 * (k == 0)} for k, p in enumerate(params)]
-    optimizer = DistributedLion(groups, lr=0.01, vote_every=3)
+    optimizer = DistributedLion(groups, lr=0.01, vote_every=3, bits=8)
     for removed in (0, 2):
         give_gradients(params, rank, removed)
         optimizer.step()
         if removed == 0:
             optimizer.param_groups.pop(0)
             optimizer.add_param_group({"params": params[0], "weight_decay": 10.0})
-    before = torch.stack(everyones(params[1])).mean(dim=0)
+    means = [torch.stack(everyones(p)).mean(dim=0) for p in params]
     optimizer.exchange_now()
-    torch.testing.assert_close(torch.stack(everyones(params[1])).mean(dim=0), before)
-    with optimizer.common_weights():  # Decayed in both steps, since it was added again at once.
-        assert float(params[0].detach().mean()) == pytest.approx(0.81, abs=0.03)
+    # The first one decayed in both steps, since it was added again at once.
+    for p, mean, decay in zip(params, means, (0.81, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(p.detach(), mean * decay, atol=1e-3, rtol=0.0)
 
 
 @on_ranks(2)
@@ -599,4 +590,4 @@ def test_a_group_can_be_removed_between_exchanges(rank: int, tmp_path: Path) -> 
     give_gradients(params[:1], rank, 1)
     for _ in range(4):
         optimizer.step()
-    assert optimizer.wire.exchanges == 1
+    assert optimizer.wire.exchanges == 2  # The first one was that of a save.

@@ -218,7 +218,7 @@ def test_torchs_distributed_checkpoint_never_loads_its_own_state(rank: int) -> N
     for step in range(2):
         take_step(optimizer, model, batch(step, rank))
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
-    assert optimizer.schedule.steps_since_exchange == 0
+    assert optimizer.schedule.steps == 0
 
 
 @on_ranks(2)

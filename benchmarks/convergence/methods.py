@@ -72,10 +72,6 @@ class Workers(ABC):
         """Returns what `validation` finds; NaN on ranks whose record isn't kept."""
         return validation(self.model)
 
-    def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
-        """Returns the loss of rank 0's own weights, if ranks have their own."""
-        return None
-
     def close(self) -> None:  # noqa: B027
         """Stops what the method started."""
 
@@ -167,11 +163,11 @@ class Votes(Workers):
             self._layout.abstain(False, grads)
         turn.age_rows(slots)
         source = partial(direction, turn=turn)
-        return [encode(message, turn, source) for message in self._layout.messages]
+        return [encode(message, turn, source, bits=turn.bits) for message in self._layout.messages]
 
     def _turn(self, rank: int) -> Turn:
         return Turn(
-            step=self._step, local_step=self._step, voter=rank, voters=len(self.workers),
+            step=self._step, voter=rank, voters=len(self.workers),
             options=self._optimizer.options, groups=self._optimizer.param_groups,
             state=self._states[rank], scratch=self._scratch,
         )  # fmt: skip
@@ -218,13 +214,6 @@ class RealRank(Workers):
             return self._alone(validation)
         with optimizer.common_weights():
             return self._alone(validation)
-
-    def own_loss(self, validation: Callable[[nn.Module], float]) -> float | None:
-        optimizer = self._rank.optimizer
-        local = isinstance(optimizer, DistributedLion) and optimizer.options.vote_every > 1
-        if dist.get_rank() or not local:
-            return None
-        return self._alone(validation)
 
     def _alone(self, validation: Callable[[nn.Module], Any]) -> Any:
         """Validates on one thread per rank, since the other ranks wait."""

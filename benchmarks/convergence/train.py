@@ -79,7 +79,6 @@ def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
         "details": None if failure else method.evaluated(task.details),
-        "own_loss": None if failure else method.own_loss(task.validation),
         "parameters": sum(param.numel() for param in method.params),
         "bytes_per_step": method.bytes_sent / max(taken, 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),

@@ -2,9 +2,8 @@
 
 Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
 Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "age.{k}"
-           is the age of its rows, if one is without a gradient (`vote.idle_rows`). "own.{k}" are
-           this rank's own weights of it, between two exchanges of local steps.
-Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, local steps
+           is the age of its rows, if one is without a gradient (`vote.idle_rows`).
+Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, exchanges
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +22,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.checkpoint import own_weights
+from hf_dlion.exchange.wire import digest
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import numbered
+from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.vote.idle_rows import AGE
-from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.state_dict import loaded_state
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
 LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
-# Prefixes of the keys of ages and own weights; the keys of momenta are numbers alone.
-_AGE, _OWN = "age.", "own."
+# Prefix of the keys of ages; the keys of momenta are numbers alone.
+_AGE = "age."
+# Prefix of the keys of each rank's own weights, which version 0.2.0.dev0 saved within a period.
+_OWN = "own."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
 _HEADER = "hf_dlion momentum 6"
 
@@ -60,7 +60,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file says about its momenta and own weights.
+    """What a file says about its momenta.
 
     Attributes:
         save: Id of the save, the same in the files of all ranks.
@@ -68,7 +68,8 @@ class Header:
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
         divergences: Numbers of parameters, and what "auto" measured of their momenta.
-        local: State of local steps, see `own_weights.to_save`; None with `vote_every=1`.
+        local: With `vote_every` above 1, the number of "exchanges", and "weights", a hash of the
+            weights after the exchange with which the save began; else None.
     """
 
     save: str
@@ -82,9 +83,14 @@ class Header:
     local: dict[str, Any] | None
 
     @property
-    def has_own_weights(self) -> bool:
-        """Whether the file was saved with weights that differ between ranks."""
-        return self.local is not None and bool(self.local["anchors"])
+    def exchanges(self) -> int:
+        """Number of exchanges of local steps."""
+        return 0 if self.local is None else int(self.local["exchanges"])
+
+    @property
+    def left_out(self) -> bool:
+        """Whether 0.2.0.dev0 saved weights of each rank's own, which aren't read any more."""
+        return self.local is not None and bool(self.local.get("anchors"))
 
 
 @dataclass
@@ -92,13 +98,11 @@ class Loaded:
     """A file's content for this rank, on its device.
 
     `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, the age
-    of its rows, and the divergence. `local` has local steps as after `eval()`, with the model's
-    weights as anchors. It is None with `vote_every=1`.
+    of its rows, and the divergence.
     """
 
     header: Header
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
-    local: LocalSteps | None = None
 
 
 def file_name(name: str, rank: int, world_size: int) -> str:
@@ -116,7 +120,6 @@ def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name."""
     params = numbered(lion.param_groups)
-    local, own = own_weights.to_save(lion.schedule, lion.param_groups)
     states = [lion.state.get(param, {}) for param in params]
     divergences = {
         k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
@@ -130,9 +133,9 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         shard=_shard(lion),
         scaler=None if scaler is None else dict(scaler),
         divergences=divergences,
-        local=local,
+        local=_local(lion),
     )
-    kept = {f"{_OWN}{number}": weights for number, weights in own.items()}
+    kept: dict[str, Tensor] = {}
     for number, state in enumerate(states):
         if "exp_avg" in state:
             kept[str(number)] = fsdp.local_part(state["exp_avg"].detach())
@@ -217,25 +220,23 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
     params = numbered(lion.param_groups)
     with _opened(path) as file:
         header = _read_header(path, file.metadata())
-        keys = set(file.keys())
+        keys = {key for key in file.keys() if not key.startswith(_OWN)}
         known = {str(number) for number in range(len(params))}
-        if not {key.removeprefix(_OWN).removeprefix(_AGE) for key in keys} <= known:
+        if not {key.removeprefix(_AGE) for key in keys} <= known:
             raise CheckpointError(
                 f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
                 f"parameters: it was saved with another model"
             )
-        # One voter takes no local steps.
-        continues = header.local is not None and at.voters > 1
-        continues &= (header.world_size, header.voters) == (at.world_size, at.voters)
-        saved = {key: file.get_tensor(key) for key in keys if continues or not key.startswith(_OWN)}
+        saved = {key: file.get_tensor(key) for key in keys}
     _check_state(path, header, lion)
+    _check_weights(path, header, lion)
     loaded = Loaded(header)
     for number, param in enumerate(params):
         if (momentum := saved.get(str(number))) is None:
             continue
         part = fsdp.local_part(param.detach())
         if momentum.shape != part.shape or not momentum.is_floating_point():
-            raise _other_model(path, "a momentum", momentum, number, part)
+            raise _other_model(path, momentum, number, part)
         dtype = lion.options.momentum_dtype or param.dtype
         # Copies, because what safetensors returns is still mapped to the file.
         kept = {"exp_avg": momentum, AGE: saved.get(f"{_AGE}{number}")}
@@ -244,39 +245,27 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
         loaded.states[param] = state
         if number in header.divergences:
             state["divergence"] = header.divergences[number]
-    if lion.schedule.has_own_weights:
-        exchanges = header.local["exchanges"] if header.local else 0
-        loaded.local = LocalSteps(lion.options, exchanges=exchanges, shown=True)
-        if continues:
-            own = {int(key.removeprefix(_OWN)): saved[key] for key in saved if key.startswith(_OWN)}
-            loaded.local = _local_steps(path, header.local or {}, own, lion)
     return loaded
 
 
-def _local_steps(
-    path: Path, values: Mapping[str, Any], own: Mapping[int, Tensor], lion: DistributedLion
-) -> LocalSteps:
-    params, groups = numbered(lion.param_groups), lion.param_groups
-    for number, weights in own.items():
-        part = fsdp.local_part(params[number].detach())
-        if weights.shape != part.shape or weights.dtype != part.dtype:
-            raise _other_model(path, "own weights", weights, number, part)
-    try:
-        own_weights.check(values, own, groups)
-    except ValueError as error:
-        raise CheckpointError(f"{path} {error}") from error
-    layout_of = partial(lion._new_layout, None)
-    return own_weights.loaded(lion.options, values, own, groups, layout_of)
+def _local(lion: DistributedLion) -> dict[str, Any] | None:
+    if not lion.schedule.is_local:
+        return None
+    return {"exchanges": lion.schedule.exchanges, "weights": _hash_of_weights(lion)}
+
+
+def _hash_of_weights(lion: DistributedLion) -> int:
+    params = numbered(lion.param_groups)
+    return digest(fingerprints([fsdp.local_part(param.detach()) for param in params]))
 
 
 def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
     try:
         values = json.loads((metadata or {})[_HEADER])
-        if values["local"] is not None:
-            values["local"] = own_weights.from_json(values["local"])
         values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
         header = Header(**values)
-    except (KeyError, TypeError, ValueError) as error:
+        _ = header.exchanges, header.left_out
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a momentum file that this hf_dlion can read ({type(error).__name__}: "
             f"{error}): {LOAD_OLDER}"
@@ -297,9 +286,9 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
             f"{path} was saved after step {header.step}, but the optimizer is at step "
             f"{lion.steps}: first load the optimizer's state_dict() of the same checkpoint"
         )
-    if lion.schedule.kept:
+    if lion.schedule.states:
         raise CheckpointError(
-            f"the optimizer still has own weights of its local steps: load the model and the "
+            f"the optimizer is between two exchanges of local steps: load the model and the "
             f"optimizer's state_dict() of the same checkpoint before you load {path}"
         )
     if header.shard != _shard(lion):
@@ -310,16 +299,31 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
         )
 
 
+def _check_weights(path: Path, header: Header, lion: DistributedLion) -> None:
+    """Refuses momenta of other weights than the model holds, in a run with local steps.
+
+    Raises:
+        CheckpointError: If the model isn't the one of the save.
+    """
+    weights = None if header.local is None else header.local.get("weights")
+    if lion.schedule.is_local and weights not in (None, _hash_of_weights(lion)):
+        raise CheckpointError(
+            f"{path} belongs to other weights than the model holds: load the model of the same "
+            f"checkpoint first. If it was saved before save_momentum, within a period of local "
+            f"steps, it has one rank's own weights: call optimizer.exchange_now() before you save. "
+            f"To continue with the weights that the model holds, load no momenta"
+        )
+
+
 def _shard(lion: DistributedLion) -> list[int] | None:
     """Returns the index of this rank's FSDP2 shard and the number of shards."""
     shards = [fsdp.shard_index(param) for param in numbered(lion.param_groups)]
     return next((list(shard) for shard in shards if shard is not None), None)
 
 
-def _other_model(
-    path: Path, what: str, found: Tensor, number: int, expected: Tensor
-) -> CheckpointError:
+def _other_model(path: Path, found: Tensor, number: int, expected: Tensor) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds {what} of {tuple(found.shape)} {found.dtype} for parameter {number}, which "
-        f"is {tuple(expected.shape)} {expected.dtype} on this rank: it was saved with another model"
+        f"{path} holds a momentum of {tuple(found.shape)} {found.dtype} for parameter {number}, "
+        f"which is {tuple(expected.shape)} {expected.dtype} on this rank: it was saved with "
+        f"another model"
     )

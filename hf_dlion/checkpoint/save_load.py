@@ -1,9 +1,9 @@
 """Saves and loads the momenta of all ranks together: it succeeds or fails on all of them.
 
-Momenta differ between ranks, but rank 0's `optimizer.state_dict()` holds only those of rank 0. With
-`vote_every` above 1, weights also differ. So each rank also writes a file of its own:
+Momenta differ between ranks, but rank 0's `optimizer.state_dict()` holds only those of rank 0. So
+each rank also writes a file of its own:
 
-    every rank:  save_momentum(optimizer, folder)      rank 0:  torch.save(optimizer.state_dict())
+    every rank:  save_momentum(optimizer, folder)      then:    rank 0 saves model and optimizer
     every rank:  optimizer.load_state_dict(...)        then:    load_momentum(optimizer, folder)
 
 All ranks of a save write the same random id. Files with different ids don't belong together, even
@@ -61,8 +61,8 @@ def save_momentum(
     The file is `dlion_momentum_{rank}_of_{world_size}.safetensors`. If the save fails on one rank,
     all ranks raise. Files in the folder that were saved by another number of ranks are deleted.
 
-    With `vote_every` above 1 the file also holds this rank's own weights and the state of its
-    local steps. It makes no difference whether `optimizer.eval()` was called.
+    With `vote_every` above 1 it begins with `optimizer.exchange_now()`, so the model then holds the
+    same weights on every rank. Save the model after it.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -85,6 +85,8 @@ def save_momentum(
     ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
+    if lion.schedule.steps:  # Equal on all ranks, which have met.
+        lion.exchange_now()
     with lion.peers.together(Kind.SAVE):
         try:
             write(path, lion, save_id, at, scaler)
@@ -116,11 +118,9 @@ def load_momentum(
     another number of ranks saved and either run has nodes, node n uses the file of saved node n
     modulo their number.
 
-    With `vote_every` above 1 the model must hold the weights that all ranks have, as they are saved
-    after `optimizer.eval()` or in `with optimizer.common_weights()`. It then gets this rank's own
-    weights from the file. After `optimizer.eval()`, it gets them in `optimizer.train()`. All ranks
-    continue with the weights in the model if another number of ranks or voters saved, or if
-    `vote_every` is or was 1.
+    With `vote_every` above 1 the model must hold the weights of the same save. Files of version
+    0.2.0.dev0 may have been saved between two exchanges; rank 0 then warns that the ranks' own
+    steps since the last one are left out.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -154,7 +154,7 @@ def load_momentum(
         raise CheckpointError(
             f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
         )
-    lion._restore(loaded.header.step, loaded.states, loaded.local)
+    lion._restore(loaded.header.step, loaded.header.exchanges, loaded.states)
     if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
         warnings.warn(text, stacklevel=2)
     return loaded.header.scaler
@@ -209,9 +209,7 @@ def _position(ranks: Topology | None) -> Position:
 
 def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
     """Returns how the run will differ from the one that saved, or "" if it won't."""
-    header, local = loaded.header, loaded.local
-    weights = ", and with the weights of the last exchange" if local and header.local else ""
-    ending = f"{weights}, so training differs from an uninterrupted run"
+    header, ending = loaded.header, ", so training differs from an uninterrupted run"
     if header.world_size != at.world_size:
         plural = "s" if header.world_size > 1 else ""
         what, count = "rank", header.world_size
@@ -230,9 +228,9 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
             f"{folder} was saved by {header.voters} voters and is loaded by {at.voters}, with "
             f"another local_group. {whose}{ending}"
         )
-    if header.has_own_weights and not (local and local.kept):
+    if header.left_out:
         return (
-            f"{folder} was saved between two exchanges of local steps (vote_every above 1), which "
-            f"this run doesn't take: it continues with the weights of the last exchange"
+            f"{folder} was saved by hf_dlion 0.2.0.dev0 between two exchanges of local steps. The "
+            f"ranks continue with the weights of the last exchange, without their steps since it"
         )
     return ""

@@ -196,6 +196,28 @@ def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
     return out
 
 
+def numbers_of(planes: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Returns the numbers whose digits are in planes, the lowest in the first one.
+
+    Args:
+        planes: Planes of bits, at most 24, int64, shape (W,) each, contiguous.
+        out: Output, float32 or float64, shape (64 * W,), contiguous, overwritten.
+    """
+    if out.device.type == "cpu":
+        unpack(planes[0], 0.0, 1.0, out)
+        digit = torch.empty_like(out)
+        for j, plane in enumerate(planes[1:], start=1):
+            out.add_(unpack(plane, 0.0, 2.0**j, digit))
+        return out
+    # Bytes, if they hold the number, take a fraction of what floats read and write on a GPU.
+    dtype = torch.uint8 if len(planes) <= 8 else torch.int32
+    total = torch.zeros(out.numel(), dtype=dtype, device=out.device)
+    for j, plane in enumerate(planes):
+        digits = (plane.view(torch.uint8).view(-1, 1) >> _shifts(out.device)).bitwise_and_(1)
+        total.add_(digits.view(-1), alpha=1 << j)
+    return out.copy_(total)
+
+
 def divided(x: Tensor, number: int) -> Tensor:
     """Divides x in place, rounded once: CUDA multiplies by 1 / number if it isn't a tensor."""
     return x.div_(x.new_full((), number))

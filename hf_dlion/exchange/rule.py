@@ -17,6 +17,7 @@ from hf_dlion.exchange.codec import (
     alternating_word,
     compare,
     divided,
+    numbers_of,
     tally,
     unpack,
 )
@@ -76,8 +77,8 @@ class Average:
     """
 
     def __init__(self, ranks: int, bits: int) -> None:
-        self.name, self.ranks, self._top = "average", ranks, TOP[bits]
-        self.planes = (ranks * self._top).bit_length()
+        self.name, self.ranks, self.top = "average", ranks, TOP[bits]
+        self.planes = (ranks * self.top).bit_length()
 
     def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
         """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
@@ -88,14 +89,11 @@ class Average:
         self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
     ) -> Tensor:
         """Returns factor * v; v = (2 * sum - n * top) / N and factor * v are rounded once each."""
-        unpack(planes[0], 0.0, 2.0, out)
-        digit = torch.empty_like(out)
-        for j, plane in enumerate(planes[1:], start=2):
-            out.add_(unpack(plane, 0.0, 2.0**j, digit))
+        numbers_of(planes, out).mul_(2.0)
         if active is None:
-            out.sub_(self.ranks * self._top)
+            out.sub_(self.ranks * self.top)
         else:
-            out.view(-1, WORD).sub_((active * self._top).view(-1, 1))
+            out.view(-1, WORD).sub_((active * self.top).view(-1, 1))
         if self.ranks > 1:
             divided(out, self.ranks)
         return out if factor == 1.0 else out.mul_(factor)

@@ -14,7 +14,7 @@ import numpy as np
 from hf_dlion.exchange.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 # Headers of other versions have at most this number; a larger one is other data.

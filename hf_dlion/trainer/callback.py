@@ -44,12 +44,12 @@ class DistributedLionCallback(TrainerCallback):
         self._times: list[tuple[float, float]] = []
         self._step_end = 0.0, 0.0
         self._jit_managers: list[Any] = []
-        self._save_requested = self._others_see_weights = False
+        self._save_requested = False
 
     def on_train_begin(
         self, *_: Any, optimizer: Any = None, train_dataloader: Any = None, **__: Any
     ) -> None:
-        """Attaches the optimizer, and shows common weights until `on_step_begin`.
+        """Attaches the optimizer.
 
         Raises:
             NotImplementedError: If the ranks have no gradients of their own.
@@ -65,7 +65,7 @@ class DistributedLionCallback(TrainerCallback):
                 "learning_rate=5e-5 is Trainer's default, which is meant for AdamW. With Lion, "
                 "start with a third of your AdamW learning rate, and three times its weight_decay"
             )
-        self._steps, self._abstentions = lion.schedule.steps_since_exchange, lion.wire.abstentions
+        self._steps, self._abstentions = 0, lion.wire.abstentions
         self._period_end = self._logged = (0, dataclasses.replace(lion.wire))
         self._means, self._times = {}, []
         self._step_end = time.perf_counter(), lion.wire.exchange_s
@@ -75,40 +75,24 @@ class DistributedLionCallback(TrainerCallback):
         managers = [getattr(callback, "jit_manager", None) for callback in callbacks]
         self._jit_managers = [manager for manager in managers if manager is not None]
         self._save_requested = False
-        # TRL's copy the model into a reference or an average, for example.
-        self._others_see_weights = lion.options.vote_every > 1 and any(
-            not type(callback).__module__.startswith(("transformers.", "hf_dlion."))
-            for callback in callbacks
-        )
         for manager in self._jit_managers:
             manager._enable_checkpoint = self._request_save
-        if lion.schedule.kept:
-            # A checkpoint has brought own weights. Other callbacks copy the model now.
-            lion.eval()
 
     def _request_save(self) -> None:
         self._save_requested = True
 
     def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        """Puts this rank's own weights back."""
+        """Notes the end of a period."""
         if (lion := find_optimizer(optimizer)) is not None:
-            lion.train()
             self._note_period_end(lion)
 
     def _note_period_end(self, lion: DistributedLion) -> None:
         """Notes the counters if a period has ended, in a step or by an exchange after it."""
-        if not lion.schedule.steps_since_exchange:
+        if not lion.schedule.steps:
             self._period_end = self._steps, dataclasses.replace(lion.wire)
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
-    ) -> None:
-        """Exchanges after the last step; shows common weights to others' callbacks."""
-        lion = find_optimizer(optimizer)
-        if lion is not None and state.global_step >= state.max_steps:
-            exchange_rest(lion)  # Now, so the last evaluation and checkpoint have all steps.
-        if lion is not None and self._others_see_weights:
-            lion.eval()  # Until `on_step_begin`.
+    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+        """Makes all ranks save just in time together."""
         if self._jit_managers:
             requested = torch.tensor([int(self._save_requested)], device=args.device)
             by_any_rank = bool(self._trainer.accelerator.gather(requested).any())
@@ -139,10 +123,9 @@ class DistributedLionCallback(TrainerCallback):
                 )
 
     def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        """Exchanges the steps before an early end, and puts common weights into the model."""
+        """Exchanges the steps before an early end."""
         if (lion := find_optimizer(optimizer)) is not None:
             exchange_rest(lion)
-            lion.eval()
 
     def on_log(
         self,
@@ -185,7 +168,7 @@ class DistributedLionCallback(TrainerCallback):
 
 def exchange_rest(lion: DistributedLion) -> None:
     """Ends the period that has begun, if there is one; every rank must call this."""
-    if lion.schedule.steps_since_exchange:
+    if lion.schedule.steps:
         lion.exchange_now()
 
 

@@ -15,14 +15,15 @@ meetings, in which a failure on one rank is raised on all:
 With FSDP2, ranks wait for one another's shards and can't meet, so only a failure to write momenta
 is raised on all of them.
 
-With local steps (`vote_every` above 1), an evaluation begins with an exchange of the steps so far.
-A save contains the weights of the last exchange, which are equal on all ranks. Saving causes no
-exchange and doesn't change the run.
+With local steps (`vote_every` above 1), evaluations, saves, and the end of training begin with an
+exchange, before callbacks at the end of their step. Between two exchanges, callbacks that may look
+at weights see those of the last one, and so does a `save_model` of the user's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import pkgutil
@@ -33,7 +34,7 @@ from typing import Any
 
 import transformers
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainingArguments
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
@@ -84,6 +85,8 @@ def install() -> None:
         return
     for name in ("train", *_AROUND):
         internal(f"trainer:Trainer.{name}")
+    for name in _AROUND_EVENTS:
+        internal(f"trainer_callback:CallbackHandler.{name}")
     _wrap(TrainingArguments, "__post_init__", _check_arguments)
     _wrap(Trainer, "train", _train)
     setattr(Trainer, _INSTALLED, True)
@@ -162,15 +165,22 @@ def _train(
 @contextlib.contextmanager
 def _wrapped(trainer: Trainer) -> Iterator[None]:
     """Wraps methods of one object, also those that a subclass overrides without `super()`."""
-    own = {name: vars(trainer)[name] for name in _AROUND if name in vars(trainer)}
-    for name, around in _AROUND.items():
-        setattr(trainer, name, functools.partial(around, trainer, getattr(trainer, name)))
+    wraps = [(trainer, _AROUND), (trainer.callback_handler, _AROUND_EVENTS)]
+    own = [
+        (owner, {k: vars(owner)[k] for k in arounds if k in vars(owner)})
+        for owner, arounds in wraps
+    ]
+    for owner, arounds in wraps:
+        for name, around in arounds.items():
+            setattr(owner, name, functools.partial(around, trainer, getattr(owner, name)))
     try:
         yield
     finally:
-        for name in _AROUND:
-            delattr(trainer, name)
-        vars(trainer).update(own)
+        for owner, arounds in wraps:
+            for name in arounds:
+                delattr(owner, name)
+        for owner, methods in own:
+            vars(owner).update(methods)
 
 
 def _uses_lion(trainer: Trainer) -> bool:
@@ -262,9 +272,9 @@ def _save_checkpoint(
     if lion is None:
         original(*args, **kwargs)
         return
+    exchange_rest(lion)
     with lion.peers.together(Kind.SAVE, can_meet=not is_sharded(trainer.accelerator)):
-        with lion.common_weights():
-            original(*args, **kwargs)
+        original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
             # Every rank's just-in-time callback makes this file and later removes it, which can
             # fail if two ranks remove it at the same time. So each rank removes it before.
@@ -371,10 +381,8 @@ def _load_scaler(
 def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if (lion := find_optimizer(trainer.optimizer)) is None:
         return original(*args, **kwargs)
-    # Otherwise older weights would decide about early stopping, the best model, and a plateau.
     exchange_rest(lion)
-    with lion.common_weights():
-        return original(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
@@ -382,6 +390,33 @@ def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
         exchange_rest(lion)  # If there is no file to load, this model stays.
         lion.detach()  # Otherwise the optimizer would later overwrite the loaded weights.
     original()
+
+
+def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *given: Any) -> Any:
+    """Exchanges at the end of a step or epoch after which Trainer evaluates, saves, or stops.
+
+    Before callbacks, so what they write into the weights holds in what is evaluated and saved.
+    """
+    lion = find_optimizer(trainer.optimizer)
+    if lion is not None and lion.schedule.steps:
+        args, state, control = given
+        planned = getattr(DefaultFlowCallback(), name)(args, state, copy.copy(control))
+        if planned.should_evaluate or planned.should_save or planned.should_training_stop:
+            lion.exchange_now()
+    return _event(trainer, original, *given)
+
+
+def _event(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Shows the weights of the last exchange to callbacks that may look at weights."""
+    lion, callbacks = find_optimizer(trainer.optimizer), trainer.callback_handler.callbacks
+    looks = lion is not None and lion.schedule.steps and any(map(_may_look, callbacks))
+    with lion.common_weights() if lion is not None and looks else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _may_look(callback: TrainerCallback) -> bool:
+    """Returns whether a callback may look at weights, as TRL's, which copy them, for example."""
+    return not type(callback).__module__.startswith(("transformers.", "hf_dlion."))
 
 
 def _holds(folder: str, name: str) -> bool:
@@ -401,4 +436,11 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "_load_optimizer_and_scheduler": _load_optimizer_and_scheduler,
     "_load_scaler": _load_scaler,
     "_load_best_model": _load_best_model,
+}
+# Events of the Trainer's `callback_handler`.
+_AROUND_EVENTS: dict[str, Callable[..., Any]] = {
+    "on_step_end": functools.partial(_end_of_step, "on_step_end"),
+    "on_epoch_end": functools.partial(_end_of_step, "on_epoch_end"),
+    "on_epoch_begin": _event,
+    "on_log": _event,
 }

@@ -29,8 +29,8 @@ from hf_dlion.exchange.count_kernels import (
 
 # Addresses, keys of random bits, and float32 numbers: columns of a table after those of the layout.
 GRAD, MOMENTUM, TARGET, X, C, OLD = map(tl.constexpr, range(6, 12))
-KEY_M, KEY_P, KEY_C, KEY_X = map(tl.constexpr, range(12, 16))
-W1, W2, LR, DECAY, UNIT = map(tl.constexpr, range(16, 21))
+KEY_M, KEY_P, KEY_C = map(tl.constexpr, range(12, 15))
+W1, W2, LR, DECAY, UNIT = map(tl.constexpr, range(15, 20))
 
 
 @triton.jit
@@ -52,20 +52,35 @@ def _load(line, column, k, T: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def _store(x, line, column, word, key, T: tl.constexpr, FULL: tl.constexpr, CLAMP: tl.constexpr):
-    """Writes elements, and returns what was written as float32 numbers (section 6)."""
-    k, at, stored = elements(word), tl.load(line + column).to(tl.pointer_type(T)), x
+def _finite(x):
+    """Returns the largest finite bfloat16 for what would become an Inf; a NaN stays."""
+    x = tl.where(x > 3.3895313892515355e38, 3.3895313892515355e38, x)
+    return tl.where(x < -3.3895313892515355e38, -3.3895313892515355e38, x)
+
+
+@triton.jit
+def _random(line, word, key, T: tl.constexpr):
+    """Returns 16 random bits for each of the words' elements (section 6), for bfloat16."""
+    random = 0
     if T == tl.bfloat16:
-        if CLAMP:  # A NaN stays.
-            x = tl.where(x > 3.3895313892515355e38, 3.3895313892515355e38, x)
-            x = tl.where(x < -3.3895313892515355e38, -3.3895313892515355e38, x)
         pair = word[:, None] * 32 + tl.arange(0, 32)[None, :]
         h = pair.to(tl.uint32) * 0x9E3779B9 + tl.load(line + key).to(tl.uint32)
         h = (h ^ (h >> 16)) * 0x7FEB352D
         h = (h ^ (h >> 16)) * 0x846CA68B
         h ^= h >> 16
         random = tl.interleave(h & 0xFFFF, h >> 16)
-        high = (x.to(tl.uint32, bitcast=True) + tl.where(x == x, random, 0)) >> 16
+    return random
+
+
+@triton.jit
+def _store(x, line, column, word, T: tl.constexpr, FULL: tl.constexpr, added):
+    """Writes elements, and returns what was written as float32 numbers.
+
+    To bfloat16 they are rounded by `added`, which is added to their bits.
+    """
+    k, at, stored = elements(word), tl.load(line + column).to(tl.pointer_type(T)), x
+    if T == tl.bfloat16:
+        high = (x.to(tl.uint32, bitcast=True) + tl.where(x == x, added, 0)) >> 16
         x, stored = (
             (high << 16).to(tl.float32, bitcast=True),
             high.to(tl.uint16).to(T, bitcast=True),
@@ -89,21 +104,16 @@ def _direction(line, word, G: tl.constexpr, M: tl.constexpr, FULL: tl.constexpr)
     """Returns u, which is 0 in old rows, and writes the momentum (section 2)."""
     k = elements(word)
     g, m = _load(line, GRAD, k, G, FULL), _load(line, MOMENTUM, k, M, FULL)
-    _store(_lerp(m, g, _number(line, W2)), line, MOMENTUM, word, KEY_M, M, FULL, True)
+    new = _lerp(m, g, _number(line, W2))
+    if M == tl.bfloat16:
+        new = _finite(new)
+    _store(new, line, MOMENTUM, word, M, FULL, _random(line, word, KEY_M, M))
     u, old = _lerp(m, g, _number(line, W1)), tl.load(line + OLD)
     if old != 0:
         flag = old.to(tl.pointer_type(tl.int8)) + (row_of(line, word) - tl.load(line + ROW))
         is_old = tl.load(flag, word * 64 < tl.load(line + SIZE), 0) != 0
         u = tl.where(is_old[:, None], 0.0, u)
     return u
-
-
-@triton.jit
-def _displacement(line, k, P: tl.constexpr, FULL: tl.constexpr):
-    """Returns w: c, or x - p (section 9)."""
-    if P == tl.bfloat16:
-        return _load(line, C, k, P, FULL)
-    return _load(line, X, k, P, FULL) - _load(line, TARGET, k, P, FULL)
 
 
 @triton.jit
@@ -115,7 +125,7 @@ def _mark(rows, line, word, nonzero):
 
 @triton.jit
 def _encode(u, line, word, planes, rows, phase):
-    """Writes one word of votes for 64 elements of u or w (section 3), and marks rows."""
+    """Writes one word of votes for 64 elements of u (section 3), and marks rows."""
     column = tl.arange(0, 64)[None, :]
     votes = tl.where((column + phase) % 2 == 0, u > 0.0, u > -1.1754943508222875e-38)  # -2^-126
     out = planes.to(tl.pointer_type(tl.int64)) + tl.load(line + WORD) + word
@@ -140,14 +150,14 @@ def _voters_of(voters, line, word):
 
 
 @triton.jit
-def _mean(planes, line, word, stride, n, N: tl.constexpr):
-    """Returns (2 S - n) / N, rounded once (section 4)."""
+def _mean(planes, line, word, stride, n, N: tl.constexpr, TOP: tl.constexpr):
+    """Returns (2 S - n TOP) / N, rounded once (section 4)."""
     total = _bits(planes, line, word, 0, stride)
-    for bit in tl.static_range(1, 7):
-        if N >> bit > 0:
+    for bit in tl.static_range(1, 16):
+        if (N * TOP) >> bit > 0:
             total += _bits(planes, line, word, bit, stride) << bit
     # Before triton 3.6, quotients that are subnormal become 0; these aren't.
-    return tl.math.div_rn((2 * total - n).to(tl.float32), N * 1.0)
+    return tl.math.div_rn((2 * total - n * TOP).to(tl.float32), N * 1.0)
 
 
 @triton.jit
@@ -156,7 +166,7 @@ def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE:
     """Decays and moves by a verdict (section 5)."""
     lr = _number(line, LR)
     if RULE == "average":
-        move = _mean(planes, line, word, stride, n, N) * lr
+        move = _mean(planes, line, word, stride, n, N, 1) * lr
     else:
         # Triton's -lr is 0 - lr, which isn't -0.0 for a rate of 0.
         move = tl.where(_bits(planes, line, word, 0, stride) != 0, lr, lr * -1.0)
@@ -164,7 +174,7 @@ def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE:
         if RULE == "zero":
             move = tl.where(_bits(planes, line, word, 1, stride) != 0, 0.0, move)
     p = _load(line, TARGET, elements(word), P, FULL) * _number(line, DECAY) - move
-    _store(p, line, TARGET, word, KEY_P, P, FULL, False)
+    _store(p, line, TARGET, word, P, FULL, _random(line, word, KEY_P, P))
 
 
 @triton.jit
@@ -175,67 +185,30 @@ def _own_step(line, word, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOC
     if G is not None:
         u = _direction(line, word, G, M, FULL)
         step = tl.where(u > 0.0, lr, tl.where(u < 0.0, lr * -1.0, 0.0))
+    p = _load(line, TARGET, elements(word), P, FULL)
     if LOCAL and P == tl.bfloat16:
-        c = _load(line, C, elements(word), P, FULL)
-        if G is not None:
-            c = _store(c + step, line, C, word, KEY_C, P, FULL, True)
-        p = _load(line, X, elements(word), P, FULL) - c
-        _store(p, line, TARGET, word, KEY_P, P, FULL, True)
+        y = _finite(p + _load(line, C, elements(word), P, FULL) - step)
+        to_nearest = 0x7FFF + ((y.to(tl.uint32, bitcast=True) >> 16) & 1)
+        left = y - _store(y, line, TARGET, word, P, FULL, to_nearest)
+        _store(_finite(left), line, C, word, P, FULL, _random(line, word, KEY_C, P))
     else:
-        p = _load(line, TARGET, elements(word), P, FULL) * _number(line, DECAY) - step
-        _store(p, line, TARGET, word, KEY_P, P, FULL, False)
+        p = p * _number(line, DECAY) - step
+        _store(p, line, TARGET, word, P, FULL, _random(line, word, KEY_P, P))
 
 
 @triton.jit
-def _pairs(line, word, at, P: tl.constexpr, FULL: tl.constexpr):
-    """Returns sums of |w| of the words' elements k and k + 32, for eight k from `at` on."""
-    k = word[:, None] * 64 + at + tl.arange(0, 8)[None, :]
-    low, high = _displacement(line, k, P, FULL), _displacement(line, k + 32, P, FULL)
-    return tl.abs(low) + tl.abs(high)
+def _end_period(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr,
+                TOP: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    """Moves from the anchor by the mean of what the ranks were moved (section 9)."""
+    d = _mean(planes, line, word, stride, n, N, TOP) * _number(line, UNIT)
+    p = (_load(line, X, elements(word), P, FULL) - d) * _number(line, DECAY)
+    _store(p, line, TARGET, word, P, FULL, _random(line, word, KEY_P, P))
 
 
 @triton.jit
-def _amounts(line, word, sums, rows, P: tl.constexpr, FULL: tl.constexpr):
-    """Writes a tile's sum of |w|, in the order of section 3, and marks rows."""
-    total = _pairs(line, word, 0, P, FULL) + _pairs(line, word, 16, P, FULL)
-    total += _pairs(line, word, 8, P, FULL) + _pairs(line, word, 24, P, FULL)
-    for i in tl.static_range(3):
-        low, high = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, 4 >> i)), (0, 2, 1)))
-        total = low + high
-    _mark(rows, line, word, tl.reshape(total, (ROWS,)) != 0.0)
-    total = tl.reshape(total, (ROWS,)).to(tl.float64)
-    for i in tl.static_range(4):
-        low, high = tl.split(tl.reshape(total, (8 >> i, 2)))
-        total = low + high
-    tile = tl.load(line + WORD) + word // ROWS
-    tl.store(sums.to(tl.pointer_type(tl.float64)) + tile, tl.broadcast_to(total, (ROWS,)))
-
-
-@triton.jit
-def _move_exchange(line, word, planes, stride, n, mine, voted, P: tl.constexpr, N: tl.constexpr,
-                   FULL: tl.constexpr):  # fmt: skip
-    """Moves anchor, displacement, and own weights by an exchange (section 9)."""
-    unit, decay, row = _number(line, UNIT), _number(line, DECAY), row_of(line, word)
-    at = voted.to(tl.pointer_type(tl.int64)) + row // 64
-    active = (tl.load(at, word * 64 < tl.load(line + SIZE), 0) >> (row % 64)) & 1
-    q = (2 * _bits(mine, line, word, 0, 0) - 1) * active.to(tl.int32)[:, None]
-    sent = q.to(tl.float32) * unit
-    mean = _mean(planes, line, word, stride, n, N) * unit
-    y = (_load(line, X, elements(word), P, FULL) - mean) * decay
-    x = _store(y, line, X, word, KEY_X, P, FULL, False)
-    if P == tl.bfloat16:
-        left = tl.where(n == 0, 0.0, x - y)
-        c = (_load(line, C, elements(word), P, FULL) - sent) * decay + left
-        p = x - _store(c, line, C, word, KEY_C, P, FULL, True)
-    else:
-        p = (_load(line, TARGET, elements(word), P, FULL) + sent - mean) * decay
-    _store(p, line, TARGET, word, KEY_P, P, FULL, True)
-
-
-@triton.jit
-def _tile(line, tile, planes, stride, rows, mine, voted, phase, KIND: tl.constexpr,
-          G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RULE: tl.constexpr,
-          FULL: tl.constexpr):  # fmt: skip
+def _tile(line, tile, planes, stride, rows, phase, KIND: tl.constexpr, G: tl.constexpr,
+          M: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RULE: tl.constexpr,
+          TOP: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     word = tile * ROWS + tl.arange(0, ROWS)
     if KIND == "encode":
         _encode(_direction(line, word, G, M, FULL), line, word, planes, rows, phase)
@@ -243,33 +216,27 @@ def _tile(line, tile, planes, stride, rows, mine, voted, phase, KIND: tl.constex
         _move(line, word, planes, stride, _voters_of(rows, line, word), P, N, RULE, FULL)
     elif KIND == "step" or KIND == "local step":
         _own_step(line, word, G, M, P, KIND == "local step", FULL)
-    elif KIND == "amounts":
-        _amounts(line, word, planes, rows, P, FULL)
-    elif KIND == "encode displacement":
-        _encode(_displacement(line, elements(word), P, FULL), line, word, planes, rows, phase)
-    elif KIND == "move exchange":
+    elif KIND == "exchange":
         n = _voters_of(rows, line, word)
-        _move_exchange(line, word, planes, stride, n, mine, voted, P, N, FULL)
+        _end_period(line, word, planes, stride, n, P, N, TOP, FULL)
 
 
-@triton.jit(do_not_specialize=range(9))
+@triton.jit(do_not_specialize=range(7))
 def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64,
-              stride: tl.int64, rows: tl.int64, mine: tl.int64, voted: tl.int64, phase: tl.int32,
-              KIND: tl.constexpr, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-              N: tl.constexpr, RULE: tl.constexpr):  # fmt: skip
+              stride: tl.int64, rows: tl.int64, phase: tl.int32, KIND: tl.constexpr,
+              G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+              RULE: tl.constexpr, TOP: tl.constexpr):  # fmt: skip
     """Does one kind of work on the tensors of a table; bytes per element, float32 and bfloat16.
 
         encode                 12.14   6.14     gradient, momentum, votes
         move                    8.13   4.13     parameter, verdict
         step                   20     10        gradient, momentum, parameter
-        local step             20     14        the same, and anchor and displacement of bfloat16
-        amounts                 8.01   2.01     parameter and anchor, or displacement
-        encode displacement     8.14   2.14     the same, votes
-        move exchange          16.3   10.3      parameter, anchor, displacement, verdict, own votes
+        local step             20     14        the same, and compensation of bfloat16
+        exchange                8.6    4.6      anchor, parameter, verdict of 4 bits and two ranks
 
     A search in the table begins with steps of `half` lines. `planes` are votes or a verdict, with
-    `stride` words between them, or sums of tiles, float64. `rows` are flags of the message's rows,
-    int8, or numbers of voters, int32. `mine` and `voted` are own votes and their packed rows.
+    `stride` words between them. `rows` are flags of the message's rows, int8, or numbers of voters,
+    int32.
     """
     program = tl.program_id(0).to(tl.int64)
     line = find(table, lines, half, PROGRAM, program)
@@ -278,10 +245,6 @@ def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64
     addresses |= tl.load(line + X) | tl.load(line + C)
     for tile in range(first, first + TILES):
         if ((tile + 1) * ROWS * 64 <= size) & (addresses % 16 == 0):
-            _tile(
-                line, tile, planes, stride, rows, mine, voted, phase, KIND, G, M, P, N, RULE, True
-            )
+            _tile(line, tile, planes, stride, rows, phase, KIND, G, M, P, N, RULE, TOP, True)
         elif tile * ROWS * 64 < size:
-            _tile(
-                line, tile, planes, stride, rows, mine, voted, phase, KIND, G, M, P, N, RULE, False
-            )
+            _tile(line, tile, planes, stride, rows, phase, KIND, G, M, P, N, RULE, TOP, False)

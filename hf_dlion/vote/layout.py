@@ -52,25 +52,47 @@ _NO_TENSOR = torch.empty(0)
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
-    """What local steps keep of a parameter (`local_steps`); tensors are flat.
+class LocalState:
+    """What a period of local steps keeps of a parameter, with its shape and strides.
 
     Attributes:
-        anchor: Weights of the last exchange.
-        displacement: anchor - p of a parameter of 16 bits, in its dtype.
-        form: Device, dtype, shape, and strides of the parameter.
-        limit: Largest sum of |anchor - p| that the last exchange can have left (with 8 bits the
-            largest |anchor - p|); None before the first one.
-        aside: Own weights p of 32 or 64 bits while the model holds the anchor.
-        version: The parameter's version after its own weights were rounded to 16 bits.
+        anchor: Weights with which the period began, equal on all ranks.
+        compensation: What the rounding of a 16-bit parameter leaves out, in its dtype: this rank
+            trains p + c. None for 32 and 64 bits.
+        used: Whether this rank had a finite gradient of the parameter in the period.
+        own: This rank's weights while the model holds the anchor (`common_weights`), else None.
     """
 
     anchor: Tensor
-    displacement: Tensor | None
-    form: tuple[object, ...]
-    limit: float | None = None
-    aside: Tensor | None = None
-    version: int | None = None
+    compensation: Tensor | None
+    used: bool = False
+    own: Tensor | None = None
+
+    @classmethod
+    def of(cls, part: Tensor) -> LocalState:
+        """Returns the state of a rank's part of a parameter with which a period begins."""
+        is_low = part.dtype in LOW_PRECISION
+        return cls(part.clone(), torch.zeros_like(part) if is_low else None)
+
+    def fit(self, name: str, part: Tensor) -> None:
+        """Gives the tensors the parameter's device, dtype, and strides, which may have changed.
+
+        Raises:
+            RuntimeError: If the parameter has another shape.
+        """
+        if self.anchor.shape != part.shape:
+            raise RuntimeError(
+                f"{name!r} had shape {tuple(self.anchor.shape)} in the last local step, and has "
+                f"{tuple(part.shape)} now: call optimizer.exchange_now() on every rank before you "
+                f"resize parameters"
+            )
+        self.anchor = fitted(self.anchor, part, part.dtype)
+        if part.dtype not in LOW_PRECISION:
+            self.compensation = None
+        elif self.compensation is None:
+            self.compensation = torch.zeros_like(part)
+        else:
+            self.compensation = fitted(self.compensation, part, part.dtype)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,14 +109,15 @@ class Slot:
         full: Whether its gradient is averaged instead of voted on.
         synced: Whether the voters average momenta of it that differ.
         param: The model's parameter, a DTensor with FSDP2.
-        p: The weights in the model.
+        part: This rank's part of the parameter, with its shape.
+        p: The weights in the model, `part` in memory order.
         target: `p` if they move; None otherwise.
         grad: Gradient, changed only by unscaling; None if this rank's voter abstains.
         momentum: Momentum of `grad`, changed in place.
         idle: Rows of `grad` that are zero, bool, shape (R,); None if none is.
         old: Rows in which u is 0, because they were idle for long (`idle_rows`); None if none is.
-        kept: What local steps keep of the parameter; None before the first one.
-        scale: Magnitude to which votes are relative, if one is that of the tensor.
+        local: What a period of local steps keeps of the parameter; None between two periods.
+        scale: Magnitude a to which codes are relative, if it is that of the tensor.
         mean: Mean over the voters of what `full` averages.
     """
 
@@ -107,13 +130,14 @@ class Slot:
     synced: bool = False
     name: str = ""
     param: Tensor = _NO_TENSOR
+    part: Tensor = _NO_TENSOR
     p: Tensor = _NO_TENSOR
     target: Tensor | None = None
     grad: Tensor | None = None
     momentum: Tensor | None = None
     idle: Tensor | None = None
     old: Tensor | None = None
-    kept: Kept | None = None
+    local: LocalState | None = None
     scale: float | Tensor = 0.0
     mean: Tensor | None = None
 
@@ -129,19 +153,21 @@ class Slot:
     @property
     def x(self) -> Tensor | None:
         """The anchor of local steps, if the tensor moves."""
-        return None if self.target is None or self.kept is None else self.kept.anchor
+        return None if self.target is None or self.local is None else flat_view(self.local.anchor)
 
     @property
     def c(self) -> Tensor | None:
-        """The displacement x - p of a tensor of 16 bits that moves."""
-        return None if self.target is None or self.kept is None else self.kept.displacement
+        """The compensation of a tensor of 16 bits, if it moves by local steps."""
+        if self.target is None or self.local is None or self.local.compensation is None:
+            return None
+        return flat_view(self.local.compensation)
 
     @property
     def w(self) -> Tensor | None:
-        """How far this rank's weights are from the anchor, x - p."""
-        if (x := self.x) is None:
-            return None
-        return x - self.p if self.c is None else self.c
+        """How far this rank's weights are from the anchor, x - p, or x - p - c in float32."""
+        if (x := self.x) is None or (c := self.c) is None:
+            return None if x is None else x - self.p
+        return x.float().sub_(self.p).sub_(c)
 
     def line(self, place: int) -> Line:
         """What ranks compare: that of the complete parameter, because shards may differ in size.
@@ -241,14 +267,15 @@ class Piece:
         self,
         name: str,
         flat: Tensor,
-        random: Callable[[Piece], Tensor],
+        random: Callable[[Piece], Tensor] | None,
         *,
         without_infs: bool = False,
     ) -> None:
         """Writes back what `read` returned and was changed, which it rounds in place.
 
-        bfloat16 and float16 are rounded stochastically, with the random bits that `random` returns.
-        `without_infs` then writes the largest number in the place of an Inf.
+        bfloat16 and float16 are rounded stochastically, with the random bits that `random` returns,
+        or to nearest without it. `without_infs` then writes the largest number in the place of an
+        Inf.
         """
         if self._whole(name) is not None:
             return  # `flat` is a view of the tensor.
@@ -260,7 +287,8 @@ class Piece:
                 tensors, places = self._pairs(name, flat := flat.float())
             if without_infs:
                 flat.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-            round_to(flat, dtype, random(self))
+            if random is not None:
+                round_to(flat, dtype, random(self))
         torch._foreach_copy_(tensors, places)
 
     def _whole(self, name: str) -> Tensor | None:
@@ -406,7 +434,8 @@ class Layout:
     def release(self) -> None:
         """Forgets tensors whose memory the user may free between two steps."""
         for slot in self.slots:
-            slot.p, slot.target, slot.grad, slot.momentum = _NO_TENSOR, None, None, None
+            slot.part = slot.p = _NO_TENSOR
+            slot.target = slot.grad = slot.momentum = None
 
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
         """Drops gradients and momenta of tensors on which this rank's voter abstains.
@@ -451,10 +480,15 @@ def momentum_of(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None)
             f"{tuple(param.shape)}: load the optimizer state of this model, or "
             f"make a new optimizer after a parameter was resized"
         )
-    wanted = param.device, dtype or param.dtype, param.stride()
-    if (momentum.device, momentum.dtype, momentum.stride()) != wanted:
-        momentum = state["exp_avg"] = torch.empty_like(param, dtype=dtype).copy_(momentum)
+    momentum = state["exp_avg"] = fitted(momentum, param, dtype or param.dtype)
     return momentum
+
+
+def fitted(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor with a parameter's device and strides: a copy only if something differs."""
+    if (tensor.device, tensor.dtype, tensor.stride()) == (param.device, dtype, param.stride()):
+        return tensor
+    return torch.empty_like(param, dtype=dtype).copy_(tensor)
 
 
 def flat_view(tensor: Tensor) -> Tensor:
@@ -513,8 +547,3 @@ def unscale(grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None)
     if scale is not None and grads:
         torch._foreach_mul_(grads, 1.0 / float(scale))
     return True
-
-
-def form_of(param: Tensor) -> tuple[object, ...]:
-    """Returns what must not change while a parameter has own weights."""
-    return param.device, param.dtype, param.shape, param.stride()

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dlion.exchange.codec import divided
+from hf_dlion.exchange.codec import WORD, divided
+from hf_dlion.exchange.routes import wire_bytes
+from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.options import Options
+from hf_dlion.options import ExchangeName, Options
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.layout import Message, Piece, Slot, messages
+from hf_dlion.vote.quantized_mean import Mean, Scale, averaged
+from hf_dlion.vote.rounding import SYNCHRONIZED
+from hf_dlion.vote.step import Turn, in_lockstep
 
+# Levels of 4 bits reach 3.2 means of |m|. What is larger stays in a rank's own momentum.
+SCALE = Scale(4, of_largest=False, factor=1.6)
 # Elements per momentum that ranks compare to measure how far it differs, a power of two.
 SAMPLES = 256
 # Steps between two measurements with "auto", rounded up to a multiple of momentum_sync_every.
@@ -27,15 +36,23 @@ _SPREAD = 2_654_435_769
 
 @dataclass(frozen=True)
 class Momentum:
-    """This rank's part of a momentum that may be synchronized, flat.
+    """This rank's part of a momentum that may be synchronized.
 
-    `size` is the number of elements of the largest rank's part, equal on all ranks. In `state`, the
-    optimizer's state of the parameter, "auto" keeps the divergence.
+    Attributes:
+        slot: The tensor's slot, whose momentum is flat.
+        size: Number of elements of the largest rank's part, equal on all ranks.
+        state: The optimizer's state of the parameter, in which "auto" keeps the divergence.
     """
 
-    flat: Tensor
+    slot: Slot
     size: int
     state: dict[str, Any]
+
+    @property
+    def flat(self) -> Tensor:
+        """The momentum, in memory order."""
+        assert self.slot.momentum is not None
+        return self.slot.momentum
 
     @property
     def divergence(self) -> float:
@@ -43,25 +60,68 @@ class Momentum:
         return float(self.state.get("divergence", 0.0))
 
 
-def synchronize(momenta: Sequence[Momentum], options: Options, ranks: Topology, step: int) -> None:
-    """Averages the slice of momenta that is due; every rank must call this after the same step.
+def synchronize(momenta: Sequence[Momentum], turn: Turn, ranks: Topology) -> None:
+    """Averages the momenta that are due; every rank must call this after the same step.
 
-    The momenta are those that `momentum_sync` selects, or all for "auto", in the same order on all
-    ranks. They are changed in place. With local steps, `step` is the number of the exchange. Bytes
-    per rank: those of `average_momenta`, and of `measure` in steps that measure.
+    With `vote_every=1` that is a slice of them in every step, and with local steps all of them in
+    every n-th exchange, whose number is the turn's step. The momenta are those that `momentum_sync`
+    selects, or all for "auto", in the same order on all ranks. They are changed in place. Bytes per
+    rank: those of `average_momenta` or `average_in_bits`, and of `measure` when it is its turn.
     """
-    every, voters = options.momentum_sync_every, ranks.voters
-    if options.momentum_sync == "auto":
+    options, voters, number = turn.options, ranks.voters, turn.step
+    every, steps = options.momentum_sync_every, options.vote_every
+    if steps > 1:
+        if number % every:
+            return
+        number = number // every
+        period = -(-MEASURE_EVERY // (every * steps))
+    else:
         period = -(-MEASURE_EVERY // every) * every
-        if (step - 1) % period == 0 or not any(["divergence" in m.state for m in momenta]):
+    if options.momentum_sync == "auto":
+        if (number - 1) % period == 0 or not any(["divergence" in m.state for m in momenta]):
             # The first measurement is ignored here: it shows the noise of one gradient.
-            synced = _most_divergent(momenta, options, voters) if step > 1 + period else []
+            synced = _most_divergent(momenta, options, voters) if number > 1 + period else []
             kept = {id(m): KEPT * m.divergence for m in synced}
             for m, value in zip(momenta, measure([m.flat for m in momenta], ranks), strict=True):
                 m.state["divergence"] = max(value, kept.get(id(m), 0.0))
         momenta = _most_divergent(momenta, options, voters)
-    total = sum([m.flat.numel() for m in momenta])
-    average_momenta([m.flat for m in momenta], voters, *slice_of(total, every, step))
+    if options.momentum_sync_bits == 16:
+        total = sum([m.flat.numel() for m in momenta])
+        part = (0, total) if steps > 1 else slice_of(total, every, number)
+        average_momenta([m.flat for m in momenta], voters, *part)
+    else:
+        average_in_bits([m.slot for m in momenta], turn, ranks)
+
+
+def average_in_bits(slots: Sequence[Slot], turn: Turn, ranks: Topology) -> None:
+    """Averages the slots' momenta, of which each voter sends 4 bits, in place.
+
+    Every rank must call this. With q what a voter sends of its m, and d the mean of all q, m
+    becomes (m + d) - q, so what the bits leave out stays in the voter's own m (docs/rule.md,
+    section 9). Bytes per rank: 8 (N - 1) per momentum, and those of `exchange.routes`.
+    """
+    if not slots:
+        return
+    found, source = messages(slots), partial(_momentum, turn=turn)
+    own = SCALE.amounts(slots, found, source, turn)
+    words = torch.tensor(own, dtype=torch.float64).view(torch.int64)
+    table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
+    SCALE.set_magnitudes(slots, table.tolist())
+    ranks.voters.stats.lap("", found[0].device)
+    in_lockstep([
+        averaged(m, SCALE, source, partial(_move_momenta, m, turn), turn, ranks) for m in found
+    ])  # fmt: skip
+
+
+def _momentum(piece: Piece, turn: Turn) -> Tensor:
+    return piece.read("momentum", turn.scratch)
+
+
+def _move_momenta(message: Message, turn: Turn, mean: Mean) -> None:
+    random = partial(turn.random, SYNCHRONIZED + turn.voter)
+    for piece in message.pieces:
+        m = piece.read("momentum", turn.scratch).add_(mean.of(piece)).sub_(mean.own(piece))
+        piece.write("momentum", m, random, without_infs=True)
 
 
 def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int) -> None:
@@ -180,16 +240,33 @@ def _sample(flat: Tensor) -> Tensor:
 
 def _most_divergent(momenta: Sequence[Momentum], options: Options, wire: Wire) -> list[Momentum]:
     """Returns the momenta that differ most and fit into the budget together, in their order."""
-    every, budget = options.momentum_sync_every, options.momentum_sync_budget
+    budget = options.momentum_sync_budget
     if budget is None:
         budget = sum([m.size for m in momenta]) // 8
     chosen, total = set(), 0
     # A momentum that doesn't fit is skipped, and smaller ones that differ less may still fit.
     for k in sorted(range(len(momenta)), key=lambda k: (-momenta[k].divergence, k)):
         numel = total + momenta[k].size
-        in_a_step = -(-numel // every)
-        sent = 4 * (wire.world_size - 1) * -(-in_a_step // wire.world_size)
-        if momenta[k].divergence > 0.0 and sent <= budget:
+        if momenta[k].divergence > 0.0 and sync_bytes(numel, options, wire.world_size) <= budget:
             chosen.add(k)
             total = numel
     return [m for k, m in enumerate(momenta) if k in chosen]
+
+
+def sync_bytes(numel: int, options: Options, voters: int) -> int:
+    """Returns about how many bytes a rank sends to average momenta of so many elements.
+
+    With `vote_every=1` that is in one step, and with local steps in one exchange.
+    """
+    if options.momentum_sync_bits == 16:
+        parts = 1 if options.vote_every > 1 else options.momentum_sync_every
+        share = -(-numel // parts)
+        return 4 * (voters - 1) * -(-share // voters)
+    planes = Average(voters, 4).planes
+    names: tuple[ExchangeName, ...] = ("gather", "two_phase")
+    chosen = names if options.exchange == "auto" else (options.exchange,)
+    words = -(-numel // WORD)
+    return min(
+        wire_bytes(name, ranks=voters, words=words, rows=0, bits=4, planes=planes)
+        for name in chosen
+    )

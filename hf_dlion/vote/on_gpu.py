@@ -1,7 +1,7 @@
 """A step's work on messages whose tensors the kernels cover, in one launch for each of its parts.
 
-It brings addresses and numbers to `kernels`, which have the bits of the functions in `step` and
-`displacement`.
+It brings addresses and numbers to `kernels`, which have the bits of the functions in `step`,
+`local_steps`, and `displacement`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ from hf_dlion.exchange.launches import (
 from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Average, Rule
 from hf_dlion.vote.layout import Message, Slot
-from hf_dlion.vote.rounding import (
-    DISPLACEMENTS,
-    EXCHANGED,
-    MOMENTA,
-    OWN_WEIGHTS,
-    PARAMETERS,
-    key_of,
-)
+from hf_dlion.vote.rounding import COMPENSATIONS, MOMENTA, PARAMETERS, key_of
 
 if TYPE_CHECKING:
     from hf_dlion.vote.step import Turn
@@ -45,7 +38,7 @@ if TYPE_CHECKING:
 # So many elements of the layout have one key of random bits.
 _SAME_KEY = 1 << 33
 # Groups of tensors by column.
-_GRADIENTS, _WEIGHTS = ("grad", "momentum"), ("target", "x", "c")
+_GRADIENTS = ("grad", "momentum")
 
 
 def covers(message: Message, ranks: int = 1) -> bool:
@@ -80,9 +73,8 @@ def moved_bytes(kind: str, dtype: torch.dtype) -> float:
     # Elements that are read and written, and for each of them the bytes of words of bits.
     elements, others = {
         "encode": (3, 9 / 64), "move": (2, 1 / 8), "step": (5, 0),
-        "local step": (7 if is_low else 5, 0), "amounts": (1 if is_low else 2, 1 / 128),
-        "encode displacement": (1 if is_low else 2, 9 / 64),
-        "move exchange": (5 if is_low else 4, 3 / 8),  # A verdict of two ranks, and own votes.
+        "local step": (7 if is_low else 5, 0),
+        "exchange": (2, 5 / 8),  # A verdict of 4 bits and two ranks.
     }[kind]  # fmt: skip
     return elements * size + others
 
@@ -123,7 +115,7 @@ class Step:
         """Fills the table; votes of several bits are encoded by torch."""
         self._message, self._turn, table = message, turn, Table(message.device)
         parts = parts_of(message)
-        encodes = turn.options.bits == 1
+        encodes = turn.bits == 1
         voting = [part for part in parts if encodes and part.slot.grad is not None]
         moving = [part for part in parts if part.slot.target is not None]
         numbers = _numbers(turn)
@@ -154,84 +146,26 @@ def plain_lion(messages: Sequence[Message], turn: Turn) -> None:
 def own_step(messages: Sequence[Message], turn: Turn) -> None:
     """Takes a local step on messages of one device; see `LocalSteps.step`."""
     parts = [part for message in messages for part in parts_of(message)]
-    moving = [own for own in parts if own.slot.grad is not None or own.slot.c is not None]
+    moving = [own for own in parts if own.slot.grad is not None]
     keys = {
         "key_m": _key(turn, MOMENTA + turn.voter),
-        "key_c": _key(turn, DISPLACEMENTS + turn.voter),
-        "key_p": _key(turn, OWN_WEIGHTS + turn.voter, local=True),
+        "key_c": _key(turn, COMPENSATIONS + turn.voter),
     }
     numbers = {**_numbers(turn), "decay": lambda slot: 1.0}  # An exchange decays.
     table = Table(messages[0].device)
-    each_tile("local step", _lines(table, moving, (*_GRADIENTS, *_WEIGHTS), numbers, keys))
+    each_tile("local step", _lines(table, moving, (*_GRADIENTS, "target", "c"), numbers, keys))
 
 
-class Exchange:
-    """An exchange of local steps on one message; see `displacement`."""
-
-    def __init__(self, message: Message, decays: Sequence[float], turn: Turn) -> None:
-        """Fills the table. By parameter group, `decays` has the factor D."""
-        self._message, self._turn = message, turn
-        numbers = {
-            "unit": lambda slot: float(slot.scale), "decay": lambda slot: decays[slot.group]
-        }  # fmt: skip
-        keys = {
-            "key_x": _key(turn, PARAMETERS),
-            "key_c": _key(turn, EXCHANGED + turn.voter),
-            "key_p": _key(turn, OWN_WEIGHTS + turn.voter, local=True),
-        }
-        moving = [part for part in parts_of(message) if part.slot.x is not None]
-        self._lines = _lines(Table(message.device), moving, _WEIGHTS, numbers, keys)
-
-    def encode(self) -> Votes:
-        """Returns votes on displacements."""
-        return _votes("encode displacement", self._message, self._lines, self._turn)
-
-    def move(self, verdict: Verdict, votes: Votes, rule: Average) -> None:
-        """Moves anchors, own weights, and displacements."""
-        own = {"mine": votes.planes, "voted": votes.packed}
-        _by_verdict("move exchange", self._lines, verdict, ranks=rule.ranks, **own)
-
-
-def amounts(slots: Sequence[Slot]) -> tuple[list[float], list[float]]:
-    """Returns each slot's sum of |w| and elements in active rows; see `step.tensor_sums`.
-
-    All slots are on one device.
-    """
-    sums, counts = dict.fromkeys(slots, 0.0), dict.fromkeys(slots, 1.0)
-    # The longest first: their trees have as many leaves as a power of two, and grow together.
-    order = sorted([slot for slot in slots if slot.size and slot.x is not None], key=_minus_size)
-    parts: list[Part] = []
-    leaves: list[int] = []
-    ends: list[int] = []
-    row = leaf = 0
-    for slot in order:
-        words = -(-slot.size // WORD)
-        row_words = slot.row // WORD or words
-        parts.append(Part(slot, 0, 0, Stretch(slot.size, leaf, row, 0, row_words)))
-        leaves.append(1 << (-(-words // _kernels().ROWS.value) - 1).bit_length())
-        leaf += leaves[-1]
-        row += words // row_words
-        ends.append(row)
-    if order:
-        device = order[0].device
-        tree = torch.zeros(leaf, dtype=torch.float64, device=device)
-        active = torch.zeros(row, dtype=torch.int8, device=device)
-        each_tile("amounts", _lines(Table(device), parts, _WEIGHTS), planes=tree, rows=active)
-        while leaves[0] > 1:  # Neighbors, as in `step.tensor_sums`.
-            growing = sum([count for count in leaves if count > 1])
-            tree = torch.cat([tree[:growing:2] + tree[1:growing:2], tree[growing:]])
-            leaves = [-(-count // 2) for count in leaves]
-        last_rows = launches.sent(torch.tensor(ends) - 1, device)
-        marked = active.cumsum(0, dtype=torch.int64)[last_rows]
-        totals, until = torch.stack([tree, marked.double()]).tolist()
-        for slot, total, last, before in zip(order, totals, until, [0.0, *until], strict=False):
-            sums[slot] = total
-            counts[slot] = max((last - before) * (slot.row or slot.size), 1.0)
-    return list(sums.values()), list(counts.values())
-
-
-def _minus_size(slot: Slot) -> int:
-    return -slot.size
+def end_period(
+    message: Message, verdict: Verdict, rule: Average, decays: Sequence[float],
+    unit: Callable[[Slot], float], turn: Turn,
+) -> None:  # fmt: skip
+    """Moves a message's parameters by an exchange of local steps; see `displacement`."""
+    numbers = {"unit": unit, "decay": lambda slot: decays[slot.group]}
+    keys = {"key_p": _key(turn, PARAMETERS)}
+    moving = [part for part in parts_of(message) if part.slot.x is not None]
+    lines = _lines(Table(message.device), moving, ("target", "x"), numbers, keys)
+    _by_verdict("exchange", lines, verdict, ranks=rule.ranks, top=rule.top)
 
 
 @functools.cache
@@ -244,15 +178,14 @@ def _kernels() -> Any:
 
 def each_tile(
     kind: str, lines: Iterable[Lines], *, planes: Tensor | None = None, stride: int = 0,
-    rows: Tensor | None = None, mine: Tensor | None = None, voted: Tensor | None = None,
-    phase: int = 0, ranks: int = 1, rule: str = "",
+    rows: Tensor | None = None, phase: int = 0, ranks: int = 1, rule: str = "", top: int = 1,
 ) -> None:  # fmt: skip
     """Does one kind of work, with a launch for each combination of types; see `kernels`."""
-    at, *others = addresses(planes, rows, mine, voted)
+    at, at_rows = addresses(planes, rows)
     for own in lines:
         launches.launch(
             _kernels().each_tile, own.table.device, own.programs, *own.arguments, at, stride,
-            *others, phase % 2, kind, *own.types, ranks, rule,
+            at_rows, phase % 2, kind, *own.types, ranks, rule, top,
         )  # fmt: skip
 
 
@@ -286,7 +219,7 @@ def _lines(
         }
         columns |= {name: [key(part.number) for part in same] for name, key in keys.items()}
         places = {getattr(kernels, name.upper()).value: own for name, own in columns.items()}
-        if keys:  # The kernels write, which autograd and `LocalSteps.check` see by versions.
+        if keys:  # The kernels write, which autograd sees by versions.
             torch.autograd.graph.increment_version(_written(same, tensors))
         found.append(table.add([part.stretch for part in same], types, places))
     return found
@@ -349,6 +282,5 @@ def _numbers(turn: Turn) -> dict[str, Callable[[Slot], float]]:
     return {name: functools.partial(number, name=name) for name in ("w1", "w2", "lr", "decay")}
 
 
-def _key(turn: Turn, stream: int, *, local: bool = False) -> Callable[[int], int]:
-    step = turn.local_step if local else turn.step
-    return lambda number: key_of(number, step, turn.options.seed, stream)
+def _key(turn: Turn, stream: int) -> Callable[[int], int]:
+    return lambda number: key_of(number, turn.step, turn.options.seed, stream)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Streams of random bits. Voter r adds r to every stream except PARAMETERS.
 PARAMETERS, MOMENTA = 0, 1
-DISPLACEMENTS, OWN_WEIGHTS, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
+COMPENSATIONS, SYNCHRONIZED = 1 << 30, 1 << 31
 
 
 def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ while another is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.options import Options
+from hf_dlion.options import Groups, Options
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.idle_rows import aged, silence
-from hf_dlion.vote.layout import Kept, Layout, Message, Piece, Scratch, Slot
+from hf_dlion.vote.layout import Layout, LocalState, Message, Piece, Scratch, Slot
 from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits
 
 # Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
@@ -50,20 +50,23 @@ SAMPLE = 1024
 class Turn:
     """The step, and what its arithmetic needs in addition to the layout.
 
-    `step` is 1 for the first step, and with local steps the number of an exchange in what all ranks
-    do. `local_step` is the number of this rank's step, with which own weights are rounded. `voter`
-    is the number of this rank's voter among `voters`, and `state` the optimizer's state by
-    parameter.
+    `step` is 1 for the first step, and in an exchange of local steps its number. `voter` is the
+    number of this rank's voter among `voters`, and `state` the optimizer's state by parameter.
     """
 
     step: int
-    local_step: int
     voter: int
     voters: int
     options: Options
     groups: list[dict[str, Any]]
     state: Mapping[Tensor, dict[str, Any]]
     scratch: Scratch
+
+    @property
+    def bits(self) -> int:
+        """Bits per vote, or per displacement."""
+        assert self.options.bits is not None, "the options have set it"
+        return self.options.bits
 
     @property
     def phase(self) -> int:
@@ -88,11 +91,10 @@ class Turn:
         follows = (self.voter + shift) % self.voters < (self.voters - breaks_ties) // 2
         return self.phase + follows
 
-    def random(self, stream: int, piece: Piece, *, step: int | None = None) -> Tensor:
-        """Returns a piece's random bits of a stream of `rounding`, of this step or another one."""
+    def random(self, stream: int, piece: Piece) -> Tensor:
+        """Returns a piece's random bits of a stream of `rounding`."""
         words = self.scratch("random", piece.size // 2, torch.int32, piece.device)
-        number = self.step if step is None else step
-        return random_bits(piece.size, piece.first, number, self.options.seed, stream, words)
+        return random_bits(piece.size, piece.first, self.step, self.options.seed, stream, words)
 
     def age_rows(self, slots: Iterable[Slot]) -> None:
         """Counts an update of the slots' momenta, and notes the rows in which u is 0."""
@@ -124,52 +126,41 @@ class Mine:
     agreed: Agreed = _NOBODY
 
 
-class Host(Protocol):
-    """What a schedule needs of the optimizer."""
-
-    peers: Any
-
-    def _refreshed_layout(self) -> Layout: ...
-    def _turn(self, ahead: int) -> Turn: ...
-    def _run_periodic_tasks(self, number: int) -> None: ...
-
-
 class Schedule:
     """When the ranks exchange, and what a rank keeps meanwhile: in every step, and nothing.
 
     `local_steps.LocalSteps` is the schedule of `vote_every` above 1.
 
     Attributes:
-        has_own_weights: Whether weights may differ between ranks.
-        kept: What is kept, by parameter.
-        moved: Parameters whose own weights may differ.
-        shown: Whether the model holds the weights that all ranks have, as after `eval()`.
-        exchanges: Number of exchanges between which steps were local.
+        is_local: Whether weights differ between ranks within a period.
+        states: What a period keeps, by parameter; empty between two periods.
+        exchanges: Number of exchanges that ended a period.
+        shown: Whether the model holds the anchors, in `common_weights`.
     """
 
-    has_own_weights = False
-    exchanges = 0
-    shown = False
-    kept: Mapping[Tensor, Kept] = MappingProxyType({})
-    moved: Collection[Tensor] = ()
+    is_local = False
+    states: Mapping[Tensor, LocalState] = MappingProxyType({})
+    exchanges, shown = 0, False
 
     @property
-    def steps_since_exchange(self) -> int:
-        """Number of steps of this rank's own."""
+    def steps(self) -> int:
+        """Number of steps since the last exchange."""
         return 0
 
-    def renewed(self, *, exchanges: int = 0, shown: bool = False) -> Schedule:
-        """Returns the schedule with nothing kept."""
-        return self
+    def reset(self, exchanges: int = 0) -> None:
+        """Forgets the period."""
 
     def next_kind(self, layout: Callable[[], Layout]) -> Kind:
         """Returns what all ranks do in the next step."""
         return Kind.STEP
 
-    def begin(self, layout: Layout, last_turn: Turn) -> None:
+    def begin(self, layout: Layout, groups: Groups) -> None:
         """Prepares a step, or refuses it."""
 
-    # Called if `has_own_weights`.
+    # Called if `is_local`.
+
+    def prepare_exchange(self) -> None:
+        """Prepares an exchange without a step."""
 
     def settle(self, mine: Mine, node: Wire | None) -> None:
         """Does what the ranks of a node do before any header."""
@@ -178,11 +169,11 @@ class Schedule:
         """Returns for each tensor of the layout whether this rank has what a header asks for."""
         return mine.present
 
-    def equal_values(self, kind: Kind) -> dict[str, object]:
+    def equal_values(self, kind: Kind, groups: Groups) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
         return {}
 
-    def equal_history(self, kind: Kind) -> dict[str, object]:
+    def equal_history(self, kind: Kind, groups: Groups) -> dict[str, object]:
         """Returns what must have been equal in each step, by name."""
         return {}
 
@@ -196,18 +187,20 @@ class Schedule:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         raise AssertionError("no step is a rank's own")
 
-    def exchange_now(self, lion: Host) -> list[str]:
-        """Exchanges the steps since the last exchange; returns warnings."""
-        return []
+    def exchange(
+        self, layout: Layout, counts: Sequence[int], turn: Turn, ranks: Topology
+    ) -> tuple[int, list[str]]:
+        """Ends the period; returns the number of the exchange, and warnings."""
+        return 0, []
 
-    def show(self, lion: Host, *, own: bool) -> None:
-        """Puts this rank's own weights into the model, or the common ones."""
-
-    def take_in_writes(self, layout: Layout) -> None:
-        """Notes what was written into the model while it shows common weights."""
-
-    def drop(self, param: Tensor, flat: Tensor) -> None:
+    def drop(self, param: Tensor, part: Tensor) -> None:
         """Forgets a parameter."""
+
+    def show(self, layout: Layout) -> None:
+        """Puts the anchors into the model."""
+
+    def hide(self, layout: Layout) -> None:
+        """Puts this rank's weights back."""
 
 
 def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
@@ -215,9 +208,9 @@ def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
     stats, options = ranks.voters.stats, turn.options
     rule: Rule = Majority(options.ties)
     if options.aggregation == "average":
-        rule = Average(ranks.voters.world_size, options.bits)
+        rule = Average(ranks.voters.world_size, turn.bits)
     stats.lap("", layout.device)
-    if options.bits > 1 and options.level_scale == "tensor":
+    if turn.bits > 1 and options.level_scale == "tensor":
         scale_by_tensor(layout, turn)
     in_lockstep([voted(message, turn, rule, ranks) for message in layout.messages])
     stats.exchanges += 1
@@ -238,14 +231,14 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     kernels = None
     if message.device.type != "cpu" and on_gpu.covers(message, voters.world_size):
         kernels = on_gpu.Step(message, turn)
-    if kernels is not None and options.bits == 1:
+    if kernels is not None and turn.bits == 1:
         votes = kernels.encode()
     else:
-        votes = encode(message, turn, partial(direction, turn=turn))
+        votes = encode(message, turn, partial(direction, turn=turn), bits=turn.bits)
     stats.lap("encode_s", message.device)
     verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.phase)
     stats.lap("exchange_s", message.device)
-    if message.pieces[0].first == 0 and options.bits == 1 and isinstance(rule, Majority):
+    if message.pieces[0].first == 0 and turn.bits == 1 and isinstance(rule, Majority):
         voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
         voting &= message.whole[:SAMPLE]
         planes = [plane[:SAMPLE].clone() for plane in verdict.planes]
@@ -313,13 +306,15 @@ def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = F
     return u
 
 
-def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = False) -> Votes:
+def encode(
+    message: Message, turn: Turn, source: Source, *, bits: int, by_tensor: bool = False
+) -> Votes:
     """Returns the votes of a message, which encode what `source` returns.
 
     Votes of several bits are relative to the slots' scales with `by_tensor` or
     level_scale="tensor", and else to the mean of each word.
     """
-    bits, phase = turn.options.bits, turn.zero_phase
+    phase = turn.zero_phase
     by_tensor |= turn.options.level_scale == "tensor"
     planes = torch.empty(bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
@@ -330,7 +325,7 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
             memory = turn.scratch("codes", piece.size, torch.bool, u.device)
             codes = codec.sign_codes(u, phase, memory)
         else:
-            codes = _levels(piece, u, turn, by_tensor=by_tensor)
+            codes = _levels(piece, u, turn, bits=bits, by_tensor=by_tensor)
         for bit in range(bits):
             codec.pack(codes, bit, out[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
         active = codec.active_words(u, out[0] if bits == 1 else None, phase)
@@ -344,7 +339,7 @@ def encode(message: Message, turn: Turn, source: Source, *, by_tensor: bool = Fa
     return Votes(planes, active, message.rows)
 
 
-def _levels(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
+def _levels(piece: Piece, u: Tensor, turn: Turn, *, bits: int, by_tensor: bool) -> Tensor:
     """Returns a piece's codes of several bits in scratch, uint8, shape (64 * W,)."""
     scratch = piece.memory("levels", turn.scratch)
     if by_tensor:
@@ -353,7 +348,7 @@ def _levels(piece: Piece, u: Tensor, turn: Turn, *, by_tensor: bool) -> Tensor:
         sums, counts = codec.word_magnitudes(u, scratch)
         magnitude = sums.div_(counts.clamp_min_(1))
     codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
-    return codec.level_codes(u, magnitude, turn.options.bits, turn.zero_phase, codes, scratch)
+    return codec.level_codes(u, magnitude, bits, turn.zero_phase, codes, scratch)
 
 
 def scale_by_tensor(layout: Layout, turn: Turn) -> None:

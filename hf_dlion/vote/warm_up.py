@@ -19,12 +19,10 @@ from torch import Tensor
 from hf_dlion.exchange import launches
 from hf_dlion.exchange.wire import Pending, Wire, WireStats
 from hf_dlion.options import Options
-from hf_dlion.ranks.agreement import Agreed
-from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote.layout import Layout, Scratch, Slot
-from hf_dlion.vote.local_steps import schedule_of
-from hf_dlion.vote.step import Mine, Turn, plain_lion, vote
+from hf_dlion.vote.local_steps import LocalSteps
+from hf_dlion.vote.step import Turn, plain_lion, vote
 
 
 class _Types(NamedTuple):
@@ -85,25 +83,30 @@ def _take_steps(
         RuntimeError: If a weight isn't where it should be; or what compiling or launching raises.
     """
     layout = Layout(slots=[_small(own, device, options) for own in types])
-    group = {"params": [], "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
+    params = [slot.param for slot in layout.slots]
+    group = {"params": params, "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
     turn = Turn(
-        step=1, local_step=1, voter=0, voters=voters, options=options, groups=[group],
+        step=1, voter=0, voters=voters, options=options, groups=[group],
         state=defaultdict(dict), scratch=Scratch(),
     )  # fmt: skip
-    ranks, schedule = _Echoed(voters), schedule_of(options)
-    agreed = Agreed([True] * voters, [[True] * len(layout.slots)] * voters)
-    if schedule.is_own_step(Kind.STEP, agreed, ranks):
-        for kind in (Kind.STEP, Kind.EXCHANGE):
-            schedule.begin(layout, turn)
-            schedule.take(Mine(kind=kind, layout=layout, agreed=agreed), turn, ranks)
-            for slot in layout.slots:  # Weights of 16 bits are rounded without a gradient, too.
-                slot.grad = slot.momentum = None
-    elif voters == 1:
+    if voters == 1:
         plain_lion([*layout.messages, *layout.full], turn)
+    elif options.vote_every > 1:
+        local = LocalSteps(options.vote_every)
+        local.period = local.period.and_a_step(turn.groups)
+        local.step(layout, turn)
+        _check_sums(layout, 64.0, 64.0)
+        local.exchange(layout, [voters] * len(layout.slots), turn, _Echoed(voters))
     else:
-        vote(layout, turn, ranks)
+        vote(layout, turn, _Echoed(voters))
+    # A displacement of 1 is between two levels of 2 or 4 bits.
+    tolerance = 32.0 if options.vote_every > 1 else 0.0
+    _check_sums(layout, 64.0 - tolerance, 64.0 + tolerance)
+
+
+def _check_sums(layout: Layout, least: float, most: float) -> None:
     sums = [float(slot.p.sum()) for slot in layout.slots if not slot.full]
-    if any([total != -64.0 for total in sums]):
+    if not all([-most <= total <= -least for total in sums]):
         raise RuntimeError(f"kernels moved 64 weights by {sums} in all instead of -64")
 
 
@@ -111,7 +114,8 @@ def _small(types: _Types, device: torch.device, options: Options) -> Slot:
     """Returns a slot of 64 weights of 0 with a gradient of ones."""
     param = torch.zeros(64, dtype=types.dtype, device=device, requires_grad=True)
     slot = Slot.of(param, 0)
-    slot.full, slot.param, slot.p = types.full, param, param.detach()
+    slot.full, slot.param, slot.part = types.full, param, param.detach()
+    slot.p = slot.part
     slot.target, slot.grad = slot.p, torch.ones_like(slot.p, dtype=types.grad_dtype)
     slot.momentum = torch.zeros_like(slot.p, dtype=options.momentum_dtype)
     return slot

@@ -34,6 +34,7 @@ from hf_dlion.vote.idle_rows import AGE
 from tests.support.spawn import RankPools, RanksFailedError, on_ranks
 from tests.support.training import (
     error_of,
+    everyones,
     filled,
     is_equal_everywhere,
     replicas_of_shards,
@@ -110,10 +111,10 @@ class Run:
     def save(self, folder: str | Path, **more: Any) -> None:
         """Saves what a loop saves, rank 0's common state first."""
         Path(folder).mkdir(parents=True, exist_ok=True)
+        self.lion.exchange_now()
         if self.rank == 0:
-            with self.lion.common_weights():
-                state = {"model": self.model.state_dict(), "optimizer": self.lion.state_dict()}
-                torch.save(state, f"{folder}/state.bin")
+            state = {"model": self.model.state_dict(), "optimizer": self.lion.state_dict()}
+            torch.save(state, f"{folder}/state.bin")
         save_momentum(self.lion, folder, **more)
 
     def load_common(self, folder: str | Path) -> None:
@@ -152,27 +153,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert sorted(os.listdir(tmp_path)) == files
 
 
-def slow_down(run: Run) -> None:
-    """Makes later moves small compared with what the last exchange left."""
-    for group in run.lion.param_groups:
-        group["lr"] = 1e-6
-
-
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"dtype": torch.float32, "vote_every": 3}, marks=pytest.mark.smoke),
         {"dtype": torch.bfloat16, "vote_every": 3, "momentum_dtype": torch.float32},
-        {"dtype": torch.float16, "vote_every": 4, "bits": 4, "full_precision": "*bias"},
-        {"dtype": torch.float64, "vote_every": 3, "bits": 8},
+        {"dtype": torch.float16, "vote_every": 4, "bits": 2, "full_precision": "*bias"},
+        {"dtype": torch.float64, "vote_every": 3, "bits": 1, "momentum_sync_every": 2},
     ],
     ids=str,
 )
 @on_ranks(2)
-def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
+def test_a_run_resumed_with_local_steps_equals_the_one_that_saved(
     rank: int, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Saves two steps after an exchange; then come an exchange at once, or more steps."""
+    """Saves after an exchange, and within a period, which the save ends."""
     dtype, every = options.pop("dtype"), options["vote_every"]
 
     def made(seed: int) -> Run:
@@ -181,40 +176,39 @@ def test_a_run_resumed_between_two_exchanges_equals_the_uninterrupted_one(
             without_gradient(run.model[1].bias)
         return run
 
-    def end(run: Run, more: int) -> list[Tensor]:
-        ends = run.train(more)
-        run.lion.exchange_now()
-        ends += run.weights
-        run.lion.eval()
-        return [*ends, *run.weights]
+    for steps in (every, every + 2):
+        run, folder = made(0), f"{tmp_path}/{steps}"
+        run.train(steps)
+        run.save(folder)
+        assert all(map(is_equal_everywhere, run.weights))
+        assert not [key for key in load_file(file_of(folder, rank, 2)) if key.startswith("own")]
+        resumed = made(1)
+        resumed.load(folder)
+        for more in (1, every, 1):
+            assert same(run.train(more), resumed.train(more))
+            assert same(run.momenta, resumed.momenta)
 
-    for more in (0, 4):
-        run = made(0)
-        run.train(every)
-        slow_down(run)
-        run.train(2)
-        with run.lion.common_weights():
-            run.model[1].weight.data[0] = 2.0  # type: ignore[union-attr]
-            common = run.weights
-            save_momentum(run.lion, f"{tmp_path}/common")
-        kept = run.weights
-        run.save(f"{tmp_path}/own")
-        assert same(kept, run.weights)
-        assert not same(kept, common)
-        files = [load_file(file_of(f"{tmp_path}/{name}", rank, 2)) for name in ("own", "common")]
-        assert files[0].keys() == files[1].keys()
-        assert all(torch.equal(own, files[1][key]) for key, own in files[0].items())
-        straight = end(run, more)
-        for evaluating in (False, True):
-            run = made(1)
-            if evaluating:
-                run.lion.eval()
-            run.load(f"{tmp_path}/own")
-            if evaluating:
-                assert same(common, run.weights)
-                run.lion.train()
-            assert same(kept, run.weights)
-            assert same(straight, end(run, more))
+
+@on_ranks(2)
+def test_momenta_of_a_file_with_own_weights_are_read_with_a_warning(
+    rank: int, tmp_path: Path
+) -> None:
+    """0.2.0.dev0 saved such files within a period."""
+    run = Run(rank, steps=6, vote_every=3)
+    run.save(tmp_path)
+    path = file_of(tmp_path, rank, 2)
+    header = json.loads(metadata_of(path)[HEADER])
+    period = {"steps": 2, "decays": [1.0], "paths": [0.02], "history": 5}
+    header["local"] = {"anchors": {"0": 7}, "bits": 1, "exchanges": 2, "period": period}
+    weights = {f"own.{k}": p for k, p in enumerate(run.weights)}
+    rewrite(path, lambda own: own.update(weights), **{HEADER: json.dumps(header)})
+    resumed = Run(rank, model_of(1), vote_every=3)
+    with warned() as texts:
+        resumed.load(tmp_path)
+    assert len(texts) == (rank == 0)
+    assert all("0.2.0.dev0 between two exchanges" in text for text in texts)
+    assert same(run.momenta, resumed.momenta)
+    assert same(run.train(4), resumed.train(4))
 
 
 @on_ranks(2)
@@ -235,7 +229,6 @@ def test_a_parameter_without_momentum_has_none_after_loading(rank: int, tmp_path
 def saves(rank: int, world_size: int, folder: str, every: int) -> list[list[Tensor]]:
     run = Run(rank, steps=2 + every, vote_every=every)
     run.save(folder, scaler={"scale": 2.0**rank})
-    run.lion.eval()
     return [run.momenta, run.weights]
 
 
@@ -246,8 +239,7 @@ def loads(
     with warned() as texts:
         assert run.load(folder) is not None
         kept = [run.momenta, run.weights]
-        assert run.lion.schedule.exchanges == int(every > 1)
-        assert not run.lion.schedule.kept
+        assert run.lion.schedule.exchanges == 2 * (every > 1)
         run.train(1 + every)
     return kept, [text for text in texts if "loaded" in text]
 
@@ -266,7 +258,6 @@ def test_another_number_of_ranks_shares_the_files_with_a_warning(
         assert len(messages) == (rank == 0)
         for text in messages:
             assert f"saved by {before} rank{'s' * (before > 1)} and is loaded by {after}" in text
-            assert ("and with the weights of the last exchange" in text) == (every > 1)
     # A save of another number of ranks leaves no file that a later load could use.
     pools(after).run(saves, folder, every)
     files = [file_of(folder, rank, after) for rank in range(after)]
@@ -303,13 +294,13 @@ LOCAL, LOCAL_NODES = {"vote_every": 3}, {"vote_every": 3, "local_group": 2}
 @pytest.mark.parametrize(
     ("ranks", "saving", "loading", "said"),
     [
-        (2, LOCAL, {}, "saved between two exchanges"),
+        (2, LOCAL, {}, ""),
         (2, {}, LOCAL, ""),
         (2, LOCAL, LOCAL_NODES, "2 voters and is loaded by 1"),
         (4, {}, {"local_group": 2}, "by 4 voters and is loaded by 2, with .* Each node continues"),
         (4, {"local_group": 2}, {}, "by 2 voters and is loaded by 4, with .* Each rank continues"),
-        (4, LOCAL, LOCAL_NODES, "by 4 voters .* Each node .*last exchange"),
-        (4, LOCAL_NODES, LOCAL, "by 2 voters .* Each rank .*last exchange"),
+        (4, LOCAL, LOCAL_NODES, "by 4 voters .* Each node continues"),
+        (4, LOCAL_NODES, LOCAL, "by 2 voters .* Each rank continues"),
     ],
 )
 @on_ranks("ranks")
@@ -318,15 +309,12 @@ def test_other_options_continue_with_the_models_weights_and_a_warning(
 ) -> None:
     run = Run(rank, steps=5, ddp=True, **saving)
     run.save(tmp_path)
-    run.lion.eval()
     kept = run.weights
     run.close()
     run = Run(rank, model_of(1), ddp=True, **loading)
     with warned() as texts:
         run.load(tmp_path)
     assert same(kept, run.weights)
-    with run.lion.common_weights():
-        assert same(kept, run.weights)  # So the rank has no own weights.
     saved = load_file(file_of(tmp_path, rank - rank % loading.get("local_group", 1), ranks))
     assert same([saved[str(k)] for k in range(4)], run.momenta)
     run.train(4)
@@ -338,27 +326,11 @@ def test_other_options_continue_with_the_models_weights_and_a_warning(
 
 
 @on_ranks(2)
-def test_own_weights_continue_with_other_bits(rank: int, tmp_path: Path) -> None:
-    """The limit of the largest displacement doesn't limit the sum of displacements."""
-    torch.manual_seed(0)
-    run = Run(rank, nn.Linear(64, 100), steps=3, vote_every=3, bits=8)
-    slow_down(run)
-    kept = run.train(2)
-    run.save(tmp_path)
-    run = Run(rank, run.model, vote_every=3, bits=1)
-    run.load(tmp_path)
-    assert same(kept, run.weights)
-    run.train(8)
-    assert run.lion.schedule.exchanges == 4
-
-
-@on_ranks(2)
 def test_the_optimizers_state_alone_is_refused_within_a_period(rank: int, tmp_path: Path) -> None:
-    run = Run(rank, vote_every=4)
-    kept = run.train(2)
+    run = Run(rank, steps=4, vote_every=4)
     run.save(tmp_path)
-    state = deepcopy(run.lion.state_dict())
-    with pytest.raises(CheckpointError, match=r"load the model and the optimizer's state_dict\(\)"):
+    state, kept = deepcopy(run.lion.state_dict()), run.train(2)
+    with pytest.raises(CheckpointError, match="was saved after step 4, but the optimizer is at"):
         load_momentum(run.lion, tmp_path)
     assert same(kept, run.weights)
     run.lion.load_state_dict(state)
@@ -370,33 +342,30 @@ def test_the_optimizers_state_alone_is_refused_within_a_period(rank: int, tmp_pa
     ):
         with pytest.raises(Disagreement, match="with vote_every load the model"):
             continue_training()
-    # With common weights in the model, the optimizer's state may be loaded alone.
+    # After an exchange, the optimizer's state may be loaded alone.
     run.load(tmp_path)
-    run.lion.eval()
+    run.lion.exchange_now()
     run.lion.load_state_dict(state)
-    run.lion.train()
     run.train(6)
 
 
 @on_ranks(2)
-def test_own_weights_of_another_model_or_other_groups_are_refused(
-    rank: int, tmp_path: Path
-) -> None:
-    """The model was changed, or not loaded at all, alike on all ranks."""
-    Run(rank, steps=5, vote_every=4).save(tmp_path)
+def test_momenta_of_other_weights_are_refused(rank: int, tmp_path: Path) -> None:
+    """The model was changed, not loaded at all, or saved within a period, alike on all ranks."""
+    run = Run(rank, steps=5, vote_every=4)
+    own = {name: everyones(p)[0] for name, p in run.model.state_dict().items()}  # rank 0's
+    run.save(tmp_path)
     run = Run(rank, vote_every=4)
-    for changes in (True, False):
+    for changes in (True, False, None):
         if changes:
             run.load_common(tmp_path)
             run.model[1].bias.data += 0.5
         else:
             run = Run(rank, model_of(1), vote_every=4)
+            if changes is None:
+                run.model.load_state_dict(own)
         with pytest.raises(CheckpointError, match="belongs to other weights than the model holds"):
             load_momentum(run.lion, tmp_path)
-    run.model.load_state_dict(torch.load(tmp_path / "state.bin")["model"])
-    run.lion.add_param_group({"params": [("late", filled(1.0))]})
-    with pytest.raises(CheckpointError, match="with 1 parameter groups, but the optimizer has 2"):
-        load_momentum(run.lion, tmp_path)
 
 
 @on_ranks(2)
@@ -468,9 +437,8 @@ def shards(rank: int, world_size: int, folder: str, every: int) -> None:
     """A new optimizer continues from the momenta and their step; the model is saved by torch."""
     run = sharded(rank, (2, 2), vote_every=every)
     run.train(1 + every)
-    with run.lion.common_weights():
-        dcp.save({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/model")
     save_momentum(run.lion, folder)
+    dcp.save({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/model")
     kept, straight = local_parts(run.momenta), local_parts(run.train(2))
 
     run = sharded(rank, (2, 2), vote_every=every)
@@ -680,14 +648,14 @@ def each(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 def plant(path: Path) -> None:
     header = json.loads(metadata_of(path)[HEADER])
-    header["local"]["period"]["decays"] = "x"
+    header["local"]["exchanges"] = "x"
     rewrite(path, lambda own: None, **{HEADER: json.dumps(header)})
 
 
 HEADER = "hf_dlion momentum 6"
 DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
 FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
-MOMENTUM, OWN = rf"{FILE} holds a momentum of", rf"{FILE} holds own weights of"
+MOMENTUM = rf"{FILE} holds a momentum of"
 # What happens to rank 1's file, and the pattern of the error.
 DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
     "missing": (Path.unlink, rf"{FILE}, the momentum of rank 1, is missing: load an older"),
@@ -697,13 +665,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
     "shape": (put("1", 11), rf"{MOMENTUM} \(11,\) torch.float32 for parameter 1, which"),
     "dtype": (put("1", 10, dtype=torch.int64), rf"{MOMENTUM} \(10,\) torch.int64 for parameter 1"),
     "key": (rename("1", "9"), rf"{FILE} holds momenta .*'9', 'age.0'\], but .* has 4 param"),
-    "own shape": (put("own.1", 11), rf"{OWN} \(11,\) torch.float32 for parameter 1, which"),
-    "own dtype": (put("own.1", 10, dtype=torch.bfloat16), rf"{OWN} \(10,\) torch.bfloat16 for par"),
-    "own key": (rename("own.1", "own.9"), rf"{FILE} holds momenta .*'own.9'\], but .* has 4 param"),
-    "own missing": (
-        lambda path: rewrite(path, lambda own: [own.pop(f"own.{number}") for number in range(4)]),
-        rf"{OWN} .* \[\], but .* \[0, 1, 2, 3\]: load",
-    ),
     "own planted": (plant, rf"{FOREIGN} \(ValueError"),
     "foreign": (lambda path: save_file({"1": torch.zeros(10)}, path), rf"{FOREIGN} .*: load an"),
     "header": (
@@ -745,7 +706,7 @@ def test_a_failing_load_changes_nothing_and_fails_on_all(
     everywhere = ("other run", "none", "no folder", "other folders", "alone")
     assert rank == 1 or case in everywhere or "rank 1: " in error
     assert same(kept, [*run.momenta, *run.weights])
-    assert not run.lion.schedule.kept
+    assert not run.lion.schedule.states
     assert not (tmp_path / "new" / "unpickled").exists()
     # All ranks continue together.
     run.load(tmp_path / "later")

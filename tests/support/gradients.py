@@ -35,8 +35,12 @@ class Pair(Generic[Definition]):
         start = [
             torch.randn(shape).to(kinds[k % len(kinds)]) for k, shape in enumerate(self.shapes)
         ]
-        own = {"every" if name == "vote_every" else name: value for name, value in options.items()}
+        own = dict(options)
         own.pop("exchange", None)
+        if every := own.pop("vote_every", 0):
+            own = {"bits": 4, **own, "every": every}
+            own["sync_every"] = own.pop("momentum_sync_every", 0)
+            own["synced"] = range(len(SHAPES))
         self.params = [torch.nn.Parameter(p.clone().to(device)) for p in start]
         groups = [
             # Betas with which rows without a gradient are old after 3 and 2 steps.

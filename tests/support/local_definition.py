@@ -12,7 +12,7 @@ import torch
 from tests.support.definition import TOP, Array, Layout, Lions, codes_of, tensor_means, zero_phase
 
 # Streams of stochastic rounding, to which the rank is added.
-DISPLACEMENT, OWN, EXCHANGED = 1 << 30, 1 << 31, (1 << 30) + (1 << 31)
+COMPENSATION, SYNCHRONIZED = 1 << 30, 1 << 31
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -20,21 +20,29 @@ LOW = (torch.bfloat16, torch.float16)
 class LocalLions(Lions):
     """Ranks that take `every` steps of their own and then exchange; `params` are the anchors.
 
-    A new lr or decay is put into `lrs` and `decays` between steps.
+    A new lr or decay is put into `lrs` and `decays` between steps. The momenta of `synced` are
+    averaged in every `sync_every`-th exchange.
     """
 
     every: int = 2
     exchanges: int = 0
     taken: int = 0
     full: Sequence[int] = ()
+    synced: Sequence[int] = ()
+    sync_every: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.layout = Layout([tuple(p.shape) for p in self.params], self.full)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins a period at the common weights."""
         self.own = [[p.clone() for p in self.params] for _ in range(self.ranks)]
         self.c = [[torch.zeros_like(p) for p in self.params] for _ in range(self.ranks)]
         self.used = [False for _ in self.params]
         self.factors = [1.0 for _ in self.params]
-        self.layout = Layout([tuple(p.shape) for p in self.params], self.full)
+        self.taken = 0
 
     def step(self, grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Takes a step on every rank, and exchanges after every k-th."""
@@ -55,113 +63,122 @@ class LocalLions(Lions):
 
     def _move(self, rank: int, grads: Sequence[torch.Tensor | None]) -> None:
         for i, u in enumerate(self._directions(self.layout, rank, grads)):
-            p = self.own[rank][i]
-            if u is not None:
-                self.used[i] = True
-                move = u.dtype.type(self.lrs[i]) * np.sign(u)
-                if p.dtype in LOW:
-                    c = self.c[rank][i].float().numpy() + move
-                    self.c[rank][i].copy_(self._rounded(c, i, DISPLACEMENT + rank, self.t))
-                else:
-                    p.sub_(torch.from_numpy(np.asarray(move)))
-            self._refresh(rank, i)
-
-    def _refresh(self, rank: int, i: int) -> None:
-        """Rounds x - c to p, for parameters of 16 bits."""
-        p = self.own[rank][i]
-        if p.dtype in LOW:
-            difference = (self.params[i].float() - self.c[rank][i].float()).numpy()
-            p.copy_(self._rounded(difference, i, OWN + rank, self.t))
+            if u is None:
+                continue
+            self.used[i] = True
+            p, c = self.own[rank][i], self.c[rank][i]
+            move = u.dtype.type(self.lrs[i]) * np.sign(u)
+            if p.dtype in LOW:
+                most = torch.finfo(p.dtype).max
+                y = (p.float() + c.float() - torch.from_numpy(np.asarray(move))).clamp(-most, most)
+                p.copy_(y)
+                left = (y - p.float()).numpy()
+                c.copy_(self._rounded(left, i, COMPENSATION + rank, self.t))
+            else:
+                p.sub_(torch.from_numpy(np.asarray(move)))
 
     def write(self, i: int, values: torch.Tensor) -> None:
-        """Replaces common weights, as a write between `eval` and `train` on every rank does."""
-        x, written = self.params[i].clone(), values != self.params[i]
-        self.params[i].copy_(values)
+        """Replaces common weights, as a write in `common_weights()` on every rank does."""
+        written = values != self.params[i]
         for rank, own in enumerate(self.own):
-            if own[i].dtype not in LOW:
-                own[i][written] = (values - (x - own[i]))[written]
-            self._refresh(rank, i)
+            w = torch.from_numpy(self._displacement(rank, i)).to(wide_of(values))
+            y = values.to(w) - w
+            own[i][written] = y.to(values.dtype)[written]
+            if values.dtype in LOW:
+                self.c[rank][i][written] = (y - own[i].to(y)).to(values.dtype)[written]
+        self.params[i].copy_(values)
 
     def _rounded(self, x: Array, i: int, stream: int, t: int) -> torch.Tensor:
         return self._round(x, self.params[i].dtype, self.layout.firsts[i], stream, t)
 
     def exchange(self) -> None:
-        """Exchanges how far every rank was moved since the last exchange."""
+        """Exchanges how far every rank was moved in the period."""
         if any(self.used):
             self.exchanges += 1
             self._exchange()
-        self.taken = 0
-        self.used = [False for _ in self.params]
-        self.factors = [1.0 for _ in self.params]
+            if self.sync_every and self.exchanges % self.sync_every == 0:
+                self._synchronize()
+        self._begin()
 
     def _exchange(self) -> None:
-        layout, e = self.layout, self.exchanges
         wide = np.float64 if self.params[0].dtype == torch.float64 else np.float32
-        ws, flats, means, codes, active = [], [], [], [], []
-        for rank in range(self.ranks):
-            parts = [self._displacement(rank, i).astype(wide) for i in range(len(self.params))]
-            votes = [None if i in self.full else w for i, w in enumerate(parts)]
-            ws.append(parts)
-            flats.append(layout.flat(votes, wide))
-            _, rows = codes_of(flats[rank], layout, phase=0)
-            largest = [float(np.abs(w).max(initial=0)) for w in parts]
-            means.append(largest if self.bits == 8 else tensor_means(flats[rank], layout, rows))
-        scales = []
-        for i in range(len(self.params)):
-            heard = [own[i] for own in means if own[i] > 0]
-            mean = math.fsum(heard) / max(len(heard), 1)
-            scales.append(max(heard, default=0.0) if self.bits == 8 else mean)
-        magnitudes = layout.spread([s / 2 if self.bits == 8 else s for s in scales]).astype(wide)
-        for rank, flat in enumerate(flats):
-            phase = zero_phase(e, rank, self.ranks, breaks_ties=False)
-            own, rows = codes_of(flat, layout, phase=phase, bits=self.bits, magnitudes=magnitudes)
-            codes.append(own)
-            active.append(rows)
-        voters = np.sum(active, axis=0)[layout.row_of_element]
-        v = (2 * np.sum(codes, axis=0) - TOP[self.bits] * voters).astype(wide)
-        unit = layout.spread(
-            [{1: s, 2: 0.625 * s, 4: s / 7, 8: s / 254}[self.bits] for s in scales]
-        ).astype(wide)
-        d = layout.split((v / wide(self.ranks)) * unit)
-        silent = layout.split(voters == 0)
-        levels = []
-        for own, rows in zip(codes, active, strict=True):
-            q = np.where(rows[layout.row_of_element], 2 * own - TOP[self.bits], 0)
-            levels.append(layout.split(q.astype(wide) * unit))
+        ws = [
+            [self._displacement(rank, i).astype(wide) for i in range(len(self.params))]
+            for rank in range(self.ranks)
+        ]
+        votes = [[None if i in self.full else w for i, w in enumerate(own)] for own in ws]
+        factor = {1: 1.0, 2: 4 / 9, 4: 1 / 2, 8: 1 / 2}[self.bits]
+        d, _ = self._mean(self.layout, votes, wide, self.bits, factor, of_largest=self.bits > 1)
         for i, p in enumerate(self.params):
-            if not self.used[i]:
+            if not self.used[i] and not any(own[i].any() for own in ws):
                 continue
-            factor = wide(self.factors[i])
             if i in self.full:
                 d[i] = sum((own[i] for own in ws[1:]), start=ws[0][i]) / wide(self.ranks)
             x = p.to(torch.float64 if wide is np.float64 else torch.float32).numpy()
-            y = (x - d[i]) * factor
-            new = self._rounded(y, i, 0, e)
-            for rank in range(self.ranks):
-                own = self.own[rank][i]
-                left = np.asarray(new.float().numpy() - y if p.dtype in LOW else 0)
-                if p.dtype in LOW:
-                    if i in self.full:
-                        c = left
-                    else:
-                        c = (ws[rank][i] - levels[rank][i]) * factor
-                        c = c + np.where(silent[i], wide(0), left)
-                    self.c[rank][i].copy_(self._rounded(c, i, EXCHANGED + rank, e))
-                elif i in self.full:
-                    own.copy_(new)
-                else:
-                    moved = (own.numpy() + levels[rank][i] - d[i]) * factor
-                    own.copy_(torch.from_numpy(np.asarray(moved)))
-            p.copy_(new)
-            for rank in range(self.ranks):
-                self._refresh(rank, i)
+            moved = (x - d[i]) * wide(self.factors[i])
+            p.copy_(self._rounded(moved, i, 0, self.exchanges))
+
+    def _synchronize(self) -> None:
+        """Averages the selected momenta in 4 bits."""
+        layout = Layout([tuple(self.params[i].shape) for i in self.synced])
+        wide = np.float64 if self.params[0].dtype == torch.float64 else np.float32
+        momenta = [
+            [own[i].to(wide_of(self.params[i])).numpy().astype(wide) for i in self.synced]
+            for own in self.momenta
+        ]
+        d, levels = self._mean(layout, momenta, wide, 4, 1.6, of_largest=False)
+        for rank, own in enumerate(momenta):
+            for k, i in enumerate(self.synced):
+                m = self.momenta[rank][i]
+                new = (own[k] + d[k]) - levels[rank][k]
+                if m.dtype in LOW:
+                    most = torch.finfo(m.dtype).max
+                    new = np.clip(new, -most, most)
+                stream = SYNCHRONIZED + rank
+                m.copy_(self._round(new, m.dtype, layout.firsts[k], stream, self.exchanges))
+
+    def _mean(
+        self, layout: Layout, ws: Sequence[Sequence[Array | None]], wide: type, bits: int,
+        factor: float, *, of_largest: bool,
+    ) -> tuple[list[Array], list[list[Array]]]:  # fmt: skip
+        """Returns the mean of what all ranks sent of their tensors, and what each one sent."""
+        e, means, codes, active = self.exchanges, [], [], []
+        flats = [layout.flat(own, wide) for own in ws]
+        for flat, own in zip(flats, ws, strict=True):
+            _, rows = codes_of(flat, layout, phase=0)
+            largest = [0.0 if w is None else float(np.abs(w).max(initial=0)) for w in own]
+            means.append(largest if of_largest else tensor_means(flat, layout, rows))
+        magnitudes = []
+        for by_rank in zip(*means, strict=True):
+            heard = [mean for mean in by_rank if mean > 0]
+            s = math.fsum(heard) / max(len(heard), 1)
+            magnitudes.append(factor * (max(heard, default=0.0) if of_largest else s))
+        a = layout.spread(magnitudes).astype(wide)
+        for rank, flat in enumerate(flats):
+            phase = zero_phase(e, rank, self.ranks, breaks_ties=False)
+            own_codes, rows = codes_of(flat, layout, phase=phase, bits=bits, magnitudes=a)
+            codes.append(own_codes)
+            active.append(rows)
+        voters = np.sum(active, axis=0)[layout.row_of_element]
+        v = (2 * np.sum(codes, axis=0) - TOP[bits] * voters).astype(wide)
+        units = [{1: m, 2: 0.75 * m, 4: m / 7, 8: m / 127}[bits] for m in magnitudes]
+        unit = layout.spread(units).astype(wide)
+        levels = []
+        for own_codes, rows in zip(codes, active, strict=True):
+            q = np.where(rows[layout.row_of_element], 2 * own_codes - TOP[bits], 0)
+            levels.append(layout.split(q.astype(wide) * unit))
+        return layout.split((v / wide(self.ranks)) * unit), levels
 
     def _displacement(self, rank: int, i: int) -> Array:
-        if not self.used[i]:
-            return np.zeros(self.params[i].shape, dtype=np.float64)
-        if self.params[i].dtype in LOW:
-            return np.asarray(self.c[rank][i].float().numpy())
-        return np.asarray((self.params[i] - self.own[rank][i]).numpy())
+        x, p, c = self.params[i], self.own[rank][i], self.c[rank][i]
+        if p.dtype in LOW:
+            return np.asarray(((x.float() - p.float()) - c.float()).numpy())
+        return np.asarray((x - p).numpy())
+
+
+def wide_of(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the dtype in which a tensor's steps are computed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def lions_of(params: Iterable[torch.Tensor], ranks: int, every: int) -> Lions:
@@ -170,4 +187,4 @@ def lions_of(params: Iterable[torch.Tensor], ranks: int, every: int) -> Lions:
     lrs, decays = [0.01] * len(start), [0.1] * len(start)
     if every == 1:
         return Lions(start, ranks, lrs, decays)
-    return LocalLions(start, ranks, lrs, decays, every=every)
+    return LocalLions(start, ranks, lrs, decays, every=every, bits=4)

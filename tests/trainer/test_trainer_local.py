@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +52,7 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step == 1:
             model.model.norm.weight.data.fill_(2.0)
-        if self.folder is not None and state.global_step == 5 and state.is_world_process_zero:
+        if self.folder is not None and state.global_step == 8 and state.is_world_process_zero:
             self.trainer.save_model(self.folder)
         self.seen[state.global_step] = weights_digest(model)
         self.sent[state.global_step] = optimizer.optimizer.wire.bytes_sent
@@ -82,49 +81,81 @@ def watched(folder: str | Path, watch: Watch, **changes: Any) -> Trainer:
 
 @pytest.mark.smoke
 @on_ranks(2)
-def test_evaluations_have_all_steps_and_saves_change_nothing(rank: int, tmp_path: Path) -> None:
+def test_what_is_evaluated_and_saved_has_all_steps(rank: int, tmp_path: Path) -> None:
+    """Exchanges after steps 4, 5 (a save), 6 (an evaluation), 10, and 11 (the end)."""
     watch = Watch(f"{tmp_path}/alone")
     with logged() as messages:
-        trainer = watched(tmp_path, watch, save_total_limit=3, save_every=3)
-        # The token count changes the loss, so a run that differs in saves alone is a third one.
-        plain = watched(tmp_path, Watch(), average_tokens_across_devices=False)
+        trainer = watched(tmp_path, watch, save_total_limit=3, save_every=5)
     trainer.save_model(f"{tmp_path}/end")
     log, end = trainer.state.log_history, weights_digest(trainer.model)
     seen, evaluated = watch.seen, watch.evaluated
-    # What an exchange leaves out stays in a rank's weights.
-    assert all(len(set(gathered(watch.own[step]))) == 2 for step in range(1, 12))
+    differing = [step for step in range(1, 12) if len(set(gathered(watch.own[step]))) == 2]
+    assert differing == [1, 2, 3, 5, 6, 7, 8, 9, 11]
     assert agree(seen)  # TRL's callbacks copy the model, for example.
     assert agree(evaluated)
     assert agree([entry["eval_loss"] for entry in log if "eval_loss" in entry])
-    assert agree(weights_digest(plain.model))
-    # There are exchanges after step 4, in the evaluation of step 6, and after steps 10 and 11.
-    assert trainer.optimizer.optimizer.wire.exchanges == 4
+    assert trainer.optimizer.optimizer.wire.exchanges == 5
     assert list(evaluated) == [6, 11]
-    stretches = [{seen[step] for step in steps} for steps in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
-    assert [len(stretch) for stretch in stretches] == [1, 1, 1]
-    assert len({*seen.values()}) == 5
-    assert seen[7] == evaluated[6]
+    stretches = [{seen[step] for step in steps} for steps in ((1, 2, 3), (6, 7, 8, 9))]
+    assert [len(stretch) for stretch in stretches] == [1, 1]
+    assert len({*seen.values()}) == 6
+    assert agree(seen[6], evaluated[6])
     assert agree(seen[11], evaluated[11], end)
-    assert file_digest(tmp_path / "alone") == seen[5]
-    assert file_digest(tmp_path / "checkpoint-6") == evaluated[6]
-    assert file_digest(tmp_path / "checkpoint-9") == evaluated[6]  # A save alone lags.
-    assert file_digest(tmp_path / "checkpoint-11") == file_digest(tmp_path / "end") == end
+    assert file_digest(tmp_path / "alone") == seen[8] == seen[6]  # Within a period.
+    for step in (5, 10, 11):
+        assert file_digest(tmp_path / f"checkpoint-{step}") == seen[step]
+    assert file_digest(tmp_path / "end") == watch.end == end
     reset = trainer.model.model.norm.weight.tolist()
     assert reset == pytest.approx([2.0] * len(reset), abs=0.1)
 
-    # A period that isn't over is in no entry. The second one has two steps.
+    # A period that isn't over is in no entry. The first ones have six steps.
     entries = [entry for entry in log if "loss" in entry]
     for key in ("wire_mb_per_step", "agreement", "remainder"):
         assert [f"dlion/{key}" in entry for entry in entries] == [False, True, True], key
-    _, first, second = (entry.get("dlion/wire_mb_per_step") for entry in entries)
-    assert (4 * first + 2 * second) * 1e6 == pytest.approx(watch.sent[8])
+    assert 6 * entries[1]["dlion/wire_mb_per_step"] * 1e6 == pytest.approx(watch.sent[6])
     assert len(messages) == (rank == 0)
     assert all("set average_tokens_across_devices=False" in text for text in messages)
 
-    # A run that saves nothing. A callback that uploads the model sees the same end.
-    watch = Watch()
-    trainer = watched(f"{tmp_path}/silent", watch)
-    assert watch.end == weights_digest(trainer.model) == end
+
+class Looks(TrainerCallback):
+    """Looks at the model's weights in every event."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        weights_digest(model)
+
+    on_log = on_epoch_begin = on_epoch_end = on_step_end
+
+
+@on_ranks(2)
+def test_a_callback_that_looks_changes_nothing(tmp_path: Path) -> None:
+    ends = []
+    for callbacks in ([], [Looks()]):
+        args = tiny_args(tmp_path, max_steps=7, optim_args="vote_every=4", logging_steps=1)
+        ends.append(weights_digest(trained(args, callbacks=callbacks).model))
+    assert agree(*ends)
+
+
+class Clamps(TrainerCallback):
+    """Clamps a weight on all ranks after every step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.model.norm.weight.data.clamp_(0.875, 1.0)
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        weight = model.model.norm.weight
+        assert 0.875 <= float(weight.min()) <= float(weight.max()) <= 1.0
+
+
+@on_ranks(2)
+def test_a_clamp_after_every_step_holds_for_what_is_evaluated_and_saved(tmp_path: Path) -> None:
+    args = tiny_args(
+        tmp_path, max_steps=12, optim_args="vote_every=5", learning_rate=0.03, eval_every=3,
+        save_every=4,
+    )  # fmt: skip
+    trained(args, eval_dataset=tiny_data(8), callbacks=[Clamps()])
+    for step in (4, 8, 12):
+        saved = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        assert float(saved["model.norm.weight"].max()) <= 1.0
 
 
 @on_ranks(2)
@@ -140,10 +171,8 @@ def test_evaluations_within_a_period_steer_a_run_by_all_its_steps(tmp_path: Path
     trainer = trained(args, eval_dataset=tiny_data(), callbacks=callbacks)
     log = trainer.state.log_history
     assert {entry["learning_rate"] for entry in log if "loss" in entry} == {args.learning_rate}
-    # A step's entry comes before the exchange in its evaluation, but after that of the last step.
     megabytes = [entry.get("dlion/wire_mb_per_step", 0.0) for entry in log if "loss" in entry]
-    covered = sum(map(operator.mul, (0, 10, 10, 10, 20), megabytes))
-    assert covered * 1e6 == pytest.approx(watch.sent[50])
+    assert 10 * sum(megabytes) * 1e6 == pytest.approx(watch.sent[50])
     assert weights_digest(trainer.model) == watch.evaluated[trainer.state.best_global_step]
     losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
     assert agree(losses)
@@ -245,9 +274,10 @@ class Begins(TrainerCallback):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
-def test_a_run_resumed_within_a_period_equals_its_saver(tmp_path: Path, dtype: torch.dtype) -> None:
-    begins, options = Begins(), {"optim_args": "vote_every=3", "max_grad_norm": 0.0}
-    args = tiny_args(tmp_path, max_steps=8, save_every=4, **options)
+def test_a_resumed_run_equals_its_saver(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Resumes from both checkpoints, which lie within periods, that the saves end."""
+    begins, options = Begins(), {"optim_args": "vote_every=4", "max_grad_norm": 0.0}
+    args = tiny_args(tmp_path, max_steps=16, save_every=7, **options)
 
     def made() -> Trainer:
         changes = {"eval_dataset": tiny_data(4), "callbacks": [begins]}
@@ -257,20 +287,19 @@ def test_a_run_resumed_within_a_period_equals_its_saver(tmp_path: Path, dtype: t
         trainer.train(resume_from_checkpoint=resume)
         lion = trainer.optimizer.optimizer
         momenta = [state["exp_avg"].clone() for state in lion.state.values()]
-        assert lion.steps == 8
+        assert lion.steps == 16
         return weights_digest(trainer.model), momenta, begins.seen
 
     first = made()
-    digest, momenta, (train, epoch, second_epoch) = end(first)
-    assert train == epoch != second_epoch  # Which begins after step 6.
+    digest, momenta, (train, epoch, *_) = end(first)
+    assert train == epoch
     assert not is_equal_everywhere(momenta[0])
     first.evaluate()
-    for again in (first, made()):
-        resumed, found, begun = end(again, f"{tmp_path}/checkpoint-4")
+    for again, step in ((first, 7), (made(), 7), (made(), 14)):
+        resumed, found, begun = end(again, f"{tmp_path}/checkpoint-{step}")
         assert agree(digest, resumed)
         assert same(momenta, found)
         assert agree(begun)
-        assert begun[0] == begun[1] != begun[2] == second_epoch
 
 
 class OwnLoop(Trainer):
@@ -298,9 +327,14 @@ def test_a_subclass_that_evaluates_itself_sees_common_weights(tmp_path: Path) ->
         tmp_path, optim_args="vote_every=4", max_steps=6, average_tokens_across_devices=False,
         eval_every=2,
     )  # fmt: skip
+
+    def look(optimizer: Any, **_: Any) -> None:
+        with optimizer.optimizer.common_weights():
+            pass
+
     ends = []
-    # An evaluation after step 3 that leaves the common weights in the model changes nothing.
-    for callbacks in ([At(3, lambda optimizer, **_: optimizer.eval())], []):
+    # A look at common weights after step 3 changes nothing.
+    for callbacks in ([At(3, look)], []):
         model = tiny_llama(attention_dropout=0.0)
         data = tiny_data(8)
         trainer = tiny_trainer(args, OwnLoop, model=model, eval_dataset=data, callbacks=callbacks)

@@ -70,7 +70,6 @@ def moves(steps: range, options: dict[str, Any], rank: int) -> tuple[list[float]
             param.grad[1] = -1.0
         optimizer.step()
     optimizer.exchange_now()
-    optimizer.eval()
     assert not param[0].any()
     return param.detach()[1:, 0].tolist(), optimizer
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +23,8 @@ from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.options import Options
 from hf_dlion.vote import kernels, on_gpu
-from hf_dlion.vote.displacement import _displacement
-from hf_dlion.vote.layout import Kept, Scratch, Slot, messages
-from hf_dlion.vote.step import Turn, move, plain_lion, tensor_sums
+from hf_dlion.vote.layout import LocalState, Scratch, Slot, messages
+from hf_dlion.vote.step import Turn, move, plain_lion
 from hf_dlion.vote.warm_up import trial_refusal
 from tests.support import definition
 from tests.support.definition import Layout
@@ -43,7 +40,7 @@ SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 def turn_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> Turn:
     groups = [{"lr": lr, "weight_decay": 0.1, "betas": betas}]
     return Turn(
-        step=1, local_step=1, voter=0, voters=2, options=Options(), groups=groups, state={},
+        step=1, voter=0, voters=2, options=Options(), groups=groups, state={},
         scratch=Scratch(),
     )  # fmt: skip
 
@@ -220,68 +217,44 @@ def test_autograd_sees_what_kernels_write() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @on_ranks(1)
 def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
-    """Overflows momentum, displacement, and own weights, in a local step and in an exchange."""
+    """Overflows momentum and weights, in a local step; the compensation has the rest."""
     most = sign * torch.finfo(torch.bfloat16).max
     with form("kernels"):
         [slot] = slots_of([(64,)], torch.bfloat16)
         p, g, m, x, c = (
             torch.full((64,), own, dtype=torch.bfloat16, device=DEVICE)
-            for own in (0.0, most, -most, -most, most)
+            for own in (most, -most, -most, 0.0, 0.0)
         )
         slot.p = slot.target = p
-        slot.grad, slot.momentum, slot.kept, slot.scale = g, m, Kept(x, c, ()), 1e38
-        [message], voters = messages([slot]), torch.ones(1, dtype=torch.int32, device=DEVICE)
+        slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
+        [message] = messages([slot])
         on_gpu.own_step([message], turn_of(lr=1e38))
-        assert [own.unique().tolist() for own in (m, c, p)] == [[most], [most], [-most]]
-        slot.p.zero_()
-        exchange = on_gpu.Exchange(message, [1.0], turn_of())
-        votes = exchange.encode()
-        # Against its own vote: c grows.
-        other = replace(votes, planes=~votes.planes)
-        exchange.move(Verdict(other.planes, voters), other, Average(1, 1))
-        assert [own.unique().tolist() for own in (c, p)] == [[most], [-most]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(1)
-def test_amounts_are_added_in_the_order_of_torch_operations(dtype: torch.dtype) -> None:
-    with form("kernels"):
-        slots, turn = slots_of(SHAPES, dtype), turn_of()
-        for slot in slots:
-            x, w = torch.randn(2, slot.size).to(dtype)
-            w[: slot.row] = 0.0
-            slot.p = slot.target = (x - w).to(DEVICE)
-            c = w.to(DEVICE) if dtype == torch.bfloat16 else None
-            slot.kept = Kept(x.to(DEVICE), c, ())
-        source = partial(_displacement, turn=turn)
-        sums, counts = tensor_sums(slots, messages(slots), source, turn)
-        assert on_gpu.amounts(slots) == ([*map(float, sums)], [*map(float, counts)])
+        assert [own.unique().tolist() for own in (m, p, c)] == [[-most], [most], [0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(1)
 def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
     """All memory is longer than kernels are told, and no two tensors have equal elements there."""
-    dtypes = [*[dtype] * 5, torch.float64, *[torch.int64] * 3, torch.int32, torch.int8]
+    dtypes = [*[dtype] * 5, *[torch.int64] * 3, torch.int32, torch.int8]
     with form("kernels"):
         [slot], turn = slots_of([(17, 64)], dtype), turn_of(1.0)
-        *tensors, sums, planes, packed, verdict, voters, rows = (
+        *tensors, planes, packed, verdict, voters, rows = (
             torch.full((4096,), k, dtype=own, device=DEVICE) for k, own in enumerate(dtypes, 1)
         )
         p, g, m, x, c = (own[: slot.size] for own in tensors)
         slot.p = slot.target = p
         slot.grad, slot.momentum = g, m
-        slot.kept = Kept(x, c if dtype == torch.bfloat16 else None, ())
+        slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message] = messages([slot])
-        step, moved = on_gpu.Step(message, turn), on_gpu.Exchange(message, [0.5], turn)._lines
+        step = on_gpu.Step(message, turn)
         verdicts: dict[str, Any] = {"planes": planes, "rows": voters, "ranks": 2}
         on_gpu.each_tile("encode", step._encode, planes=planes, rows=rows)
         on_gpu.each_tile("move", step._move, **verdicts, rule="zero")
         on_gpu.plain_lion([message], turn)
         on_gpu.own_step([message], turn)
-        on_gpu.each_tile("amounts", moved, planes=sums, rows=rows)
-        on_gpu.each_tile("encode displacement", moved, planes=planes, rows=rows)
-        on_gpu.each_tile("move exchange", moved, **verdicts, mine=planes, voted=packed)
+        five = Verdict(planes[:17].expand(5, 17), voters)
+        on_gpu.end_period(message, five, Average(2, 4), [0.5], lambda _: 1.0, turn)
         spans = message.rows.lines
         launches.abstain(spans, 17, planes[:19], rows[:17], packed)
         for rule in ("zero", "average"):
@@ -290,7 +263,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
                 verdict[:34].view(2, 17), voters[:17], first=0, size=17, tie=0, rule=rule,
             )  # fmt: skip
         ends = [own[slot.size :] for own in tensors]
-        ends += [sums[2:], planes[19:], packed[1:], verdict[34:], voters[17:], rows[17:]]
+        ends += [planes[19:], packed[1:], verdict[34:], voters[17:], rows[17:]]
         assert [end.unique().tolist() for end in ends] == [[k + 1] for k in range(len(ends))]
 
 
@@ -307,7 +280,7 @@ def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
             longer = torch.ones(5, slot.size + 8, dtype=torch.bfloat16, device=DEVICE)
             p, g, m, x, c = (own[int(k == odd) :][: slot.size] for k, own in enumerate(longer))
             slot.p = slot.target = p
-            slot.grad, slot.momentum, slot.kept = g, m, Kept(x, c, ())
+            slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
             on_gpu.own_step(messages([slot]), turn_of())  # The first one patches the interpreter.
             with pytest.MonkeyPatch.context() as monkeypatch:
                 monkeypatch.setattr(tl, "multiple_of", checked)
@@ -350,9 +323,7 @@ class Accesses:
         self._patch.setattr(builder, name, counting)
 
 
-KINDS = (
-    "encode", "move", "step", "local step", "amounts", "encode displacement", "move exchange"
-)  # fmt: skip
+KINDS = "encode", "move", "step", "local step", "exchange"
 
 
 @on_ranks(1)
@@ -372,21 +343,20 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
         p, g, m, x, c = (torch.ones(slot.size, dtype=dtype, device=DEVICE) for _ in range(5))
         slot.p = slot.target = p
         slot.grad, slot.momentum = g, m
-        slot.kept = Kept(x, c if dtype == torch.bfloat16 else None, ())
+        slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message], voters = messages([slot]), torch.full((96,), 2, dtype=torch.int32, device=DEVICE)
         step = on_gpu.Step(message, turn_of())
-        exchange = on_gpu.Exchange(message, [1.0], turn_of())
         votes = step.encode()
         one = Verdict(votes.planes, voters)
-        two = Verdict(torch.cat([votes.planes] * 2), voters)
+        five = Verdict(torch.cat([votes.planes] * 5), voters)
         works = (
             step.encode,
             lambda: step.move(one, Majority("alternate")),
             lambda: on_gpu.plain_lion([message], turn_of()),
             lambda: on_gpu.own_step([message], turn_of()),
-            lambda: on_gpu.amounts([slot]),
-            exchange.encode,
-            lambda: exchange.move(two, votes, Average(2, 1)),
+            lambda: on_gpu.end_period(
+                message, five, Average(2, 4), [1.0], lambda _: 1.0, turn_of()
+            ),
         )
         for kind, work in zip(KINDS, works, strict=True):
             count.bytes = 0
@@ -433,9 +403,9 @@ def compiled(kernel: Any, arch: int, folder: Path, **given: Any) -> tuple[str, s
 EQUAL_AND_MIXED = "fff bbb bfb fbf"
 VARIANTS = [
     ("encode", "", EQUAL_AND_MIXED), ("step", "", EQUAL_AND_MIXED),
-    ("local step", "", f"{EQUAL_AND_MIXED} --b"),
+    ("local step", "", EQUAL_AND_MIXED),
     *(("move", rule, "--f --b") for rule in ("alternate", "zero", "average")),
-    *((kind, "", "--f --b") for kind in KINDS[4:]),
+    ("exchange", "", "--f --b"),
 ]  # fmt: skip
 
 
@@ -450,15 +420,16 @@ def test_machine_code_rounds_as_the_rule_says(
 ) -> None:
     """Finds no flush to zero, no fused operation but in `_lerp`, no spill, and 128-bit accesses.
 
-    Means of three ranks are divided. `amounts` adds eight elements of a word at a time.
+    Means of three ranks are divided.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     known = {"f": torch.float32, "b": torch.bfloat16}
     names = {"-": None, "f": tl.float32, "b": tl.bfloat16}
     chosen = {name: names[letter] for name, letter in zip("GMP", types, strict=True)}
-    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, KIND=kind, **chosen, N=3, RULE=rule)
+    given = {"KIND": kind, **chosen, "N": 3, "RULE": rule, "TOP": 1}
+    ptx, usage = compiled(kernels.each_tile, arch, tmp_path, **given)
     assert ".ftz" not in ptx
-    divisions = {"div.rn.f32"} if rule == "average" or kind == "move exchange" else set()
+    divisions = {"div.rn.f32"} if rule == "average" or kind == "exchange" else set()
     assert set(re.findall(r"\b(?:div|rcp)\.[\w.]*f32", ptx)) == divisions
     # Two for each of 8 elements of a thread, in full tiles and in others.
     assert len(re.findall(r"\bfma\.", ptx)) == (0 if types.startswith("-") else 32)
@@ -467,10 +438,8 @@ def test_machine_code_rounds_as_the_rule_says(
     moved = int(on_gpu.moved_bytes(kind, dtype := known[types[2]]))
     if types[0] != "-":
         moved += sum(known[own].itemsize - dtype.itemsize for own in types[0] + 2 * types[1])
-    elif kind == "local step":  # Only x and c are read then, and p is written.
-        moved = 3 * dtype.itemsize
     accesses = len(re.findall(r"\b(?:ld|st)\.global[\w.:]*\.v4\.b32", ptx))
-    assert kind == "amounts" or accesses == moved * 8 / 16
+    assert accesses == moved * 8 / 16
 
 
 @pytest.mark.full

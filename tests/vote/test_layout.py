@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dlion import DistributedLion
 from hf_dlion.vote import layout
-from hf_dlion.vote.layout import Layout, Slot, form_of, messages, momentum_of
+from hf_dlion.vote.layout import Layout, LocalState, Slot, messages, momentum_of
 from tests.support.spawn import on_ranks
 
 
@@ -61,12 +61,15 @@ def test_ranks_that_split_a_model_over_devices_differently_see_it() -> None:
     assert lines([0, 0]) == lines([1, 1])
 
 
-def test_a_momentum_follows_its_parameter_to_a_device_and_an_anchor_is_checked() -> None:
+def test_a_momentum_and_an_anchor_follow_their_parameter_to_a_device() -> None:
     """A kernel would read an address of another device."""
     param, state = torch.empty(4, 64, device="meta"), {"exp_avg": torch.ones(4, 64)}
     assert momentum_of(state, param, None) is state["exp_avg"]
     assert state["exp_avg"].device == param.device
-    assert form_of(param) != form_of(torch.empty(4, 64))
+    local = LocalState.of(torch.ones(4, 64).bfloat16())
+    local.fit("w", param.bfloat16())
+    assert local.compensation is not None
+    assert local.anchor.device == local.compensation.device == param.device
 
 
 class DestinationsOfCopies(TorchDispatchMode):

@@ -19,19 +19,24 @@ from torch.utils._pytree import tree_leaves
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.codec import TOP, WORD
 from hf_dlion.exchange.routes import Verdict, Votes, counted
-from hf_dlion.exchange.rule import Majority
+from hf_dlion.exchange.rule import Average, Majority
+from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import Options
 from hf_dlion.vote import on_gpu
+from hf_dlion.vote.displacement import SCALES, displacement, move_message
 from hf_dlion.vote.idle_rows import survey
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
-from hf_dlion.vote.step import Turn, direction, encode, move
+from hf_dlion.vote.quantized_mean import Mean
+from hf_dlion.vote.step import Turn, direction, encode, move, tensor_maxima
 from hf_dlion.vote.warm_up import warm_up
 
 Calls = dict[str, Callable[[], object]]
 
 POWER_RANK = 4
 BITS = tuple(TOP)
+# Bits of an exchange of local steps.
+LOCAL_BITS = 4
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds. A GPU
 # would wait for Python with less.
 NUMEL, COLUMNS = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024
@@ -157,8 +162,7 @@ def measured(
             elements = (2 * work.parameters + work.trainable) / 3
             compute_s = fixed + each * elements * work.active_share
         each_s = {call: picked[call] / numel for call in calls if call not in sizes}
-        # Displacements are read twice, and own weights are moved next to the anchors.
-        each_s["exchange"] = 2 * each_s["encode 1"] + 3 * each_s["move"]
+        each_s["exchange"] = each_s["encode displacement"] + each_s["end period"]
         found.append(Machine(
             each_s=each_s,
             compute_s=compute_s,
@@ -175,7 +179,8 @@ def measured(
 def bytes_on_a_gpu(dtype: torch.dtype) -> dict[str, float]:
     """Returns the bytes per element that each part of a step's work reads and writes on a GPU.
 
-    They are counted in the operations of torch. Votes of one bit, and local steps, take kernels.
+    They are counted in the operations of torch. Votes of one bit, local steps, and the end of their
+    periods take kernels.
     """
     param = torch.empty(1 << 10, COLUMNS, dtype=dtype, device="meta")
     # AdamW reads four tensors and writes three, and the search for NaN reads the gradient; neither
@@ -187,12 +192,11 @@ def bytes_on_a_gpu(dtype: torch.dtype) -> dict[str, float]:
             call()
         found[name] = mode.moved / param.numel()
     moved = partial(on_gpu.moved_bytes, dtype=dtype)
-    exchange = ("amounts", "encode displacement", "move exchange")
     return {
         **found,
         "local step": moved("local step"), "move": moved("move"), "encode 1": moved("encode"),
         **{f"count 1 of {ranks}": (ranks + 1) / 8 for ranks in (2, 4)},
-        "exchange": sum(map(moved, exchange)),
+        "exchange": found["encode displacement"] + moved("exchange"),
     }  # fmt: skip
 
 
@@ -224,9 +228,40 @@ def step_work(param: Tensor) -> Calls:
     }
     for bits in reversed(BITS):
         calls |= vote_work([param], bits, (2, 4))  # The last "move" is that of one bit.
-    turn, layout = _turn(1), _layout_of([param])
-    warm_up(layout, Options(vote_every=2), 2)
-    return {**calls, "local step": partial(LocalSteps(turn.options).step, layout, turn)}
+    return calls | _local_work(param)
+
+
+def _local_work(param: Tensor) -> Calls:
+    """Returns the work of a local step, and of an exchange of two ranks in 4 bits."""
+    layout, local, bits = _layout_of([param]), LocalSteps(2), LOCAL_BITS
+    turn, ranks = _turn(bits), 2
+    warm_up(layout, Options(vote_every=2), ranks)
+    local.step(layout, turn)
+    (slot,), source = layout.slots, partial(displacement, turn=turn)
+    slot.scale = 1.0
+    sent: list[Votes] = []
+
+    def encode_displacement() -> None:
+        tensor_maxima(layout.slots, layout.messages, source)
+        sent[:] = [encode(m, turn, source, bits=bits, by_tensor=True) for m in layout.messages]
+
+    encode_displacement()
+    rule, means = Average(ranks, bits), list[Mean]()
+    for message, votes in zip(layout.messages, sent, strict=True):
+        rows = torch.full((-(-message.rows.count // WORD),), -1, device=param.device)
+        planes, every = votes.planes.expand(ranks, -1, -1), slice(0, message.words)
+        verdict = counted(planes, rows.expand(ranks, -1), votes, every, message.words, rule, 1)
+        means.append(Mean(votes, verdict, rule, SCALES[bits], turn))
+
+    def end_period() -> None:
+        for message, mean in zip(layout.messages, means, strict=True):
+            move_message(message, [1.0], turn, WireStats(), mean)
+
+    return {
+        "local step": partial(local.step, layout, turn),
+        "encode displacement": encode_displacement,
+        "end period": end_period,
+    }
 
 
 def vote_work(
@@ -257,7 +292,7 @@ def vote_work(
             if work is not None and bits == 1:
                 sent.append(work.encode())
             else:
-                sent.append(encode(message, turn, source))
+                sent.append(encode(message, turn, source, bits=bits))
 
     def count_all(n: int) -> None:
         verdicts.clear()
@@ -285,14 +320,15 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
     slots = [Slot.of(param, 0) for param in params]
     for slot, param in zip(slots, params, strict=True):
         assert param.grad is not None
-        slot.param, slot.p, slot.grad = param, flat_view(param), flat_view(param.grad)
+        slot.param, slot.part, slot.grad = param, param.detach(), flat_view(param.grad)
+        slot.p = flat_view(slot.part)
         slot.target, slot.momentum = slot.p, torch.zeros_like(slot.p)
     return Layout(slots=slots)
 
 
 def _turn(bits: int) -> Turn:
     return Turn(
-        step=1, local_step=1, voter=0, voters=2, options=Options(bits=bits),
+        step=1, voter=0, voters=2, options=Options(bits=bits),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}],
         state=defaultdict(dict), scratch=Scratch(),
     )  # fmt: skip

@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 
-from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
+from hf_dlion.cli.plan.machine import BITS, LOCAL_BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.exchange.codec import WORD
+from hf_dlion.exchange.codec import TOP, WORD
 from hf_dlion.exchange.routes import wire_bytes
 from hf_dlion.ranks.meeting import HEADER_BYTES
 from hf_dlion.vote.layout import Slot, messages
@@ -196,7 +196,7 @@ def predict(case: Case) -> dict[str, Prediction]:
         name, vote, share, kept = NODE, case.between_nodes(), case.per_node, buckets
         add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2 + kept)
     every, cost = _local_steps(vote, case.ranks, share, inside_s)
-    # A second number is the anchor, and with 16 bits a third the displacement.
+    # A second number is the anchor, and with 16 bits a third the compensation.
     add(f"{name}, vote_every={every}", cost, (4 if size == 2 else 3) + kept)
     return found
 
@@ -314,17 +314,19 @@ def _messages(case: Case) -> list[tuple[int, int]]:
 
 def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[int, Cost]:
     """Returns vote_every, and the cost of a step as a mean over a period; see `_votes`."""
-    planes = case.ranks.bit_length()
-    sent, vote = _votes(case, ranks, 1, share=share, planes=planes, inside_s=inside_s)
-    # Means of displacements go to the other voters, and a check of weights to all ranks.
-    words = 1 if share == 1 else 2
-    means, check = 8 * (case.ranks - 1) * len(case.work.shapes), 8 * words * (ranks - share)
-    check_s = case.link.seconds(8 * words * (ranks - 1), ranks - 1)
-    network = vote["network"] + case.gather_s(means) + check_s
+    planes = (case.ranks * TOP[LOCAL_BITS]).bit_length()
+    sent, vote = _votes(case, ranks, LOCAL_BITS, share=share, planes=planes, inside_s=inside_s)
+    # Means of displacements go to all ranks, with nodes a hash of their weights, too.
+    words = len(case.work.shapes) + (share > 1)
+    means, means_s = (
+        8 * words * (ranks - share),
+        case.link.seconds(8 * words * (ranks - 1), ranks - 1),
+    )
+    network = vote["network"] + means_s
     work = case.work_s("exchange") + vote["count"]
     step_s, every = case.work_s("survey") + case.work_s("local step"), case.vote_every
     if every is None:
         every = max(vote_every_for(vote["compute"] + step_s, network + work), 2)
     optimizer = step_s + work / every
     parts = {"compute": vote["compute"], "network": network / every, "optimizer": optimizer}
-    return every, ((sent + means + check) // every, parts)
+    return every, ((sent + means) // every, parts)
