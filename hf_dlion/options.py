@@ -131,7 +131,7 @@ class Options:
             "momentum_sync_bits": (syncs, "momentum_sync_every=n"),
             "momentum_sync_budget": (syncs and auto, "momentum_sync='auto'"),
         }
-        if self.momentum_sync_bits == 4 and not local:
+        if self.momentum_sync_bits == 4 and syncs and not local:
             raise ValueError(
                 "momentum_sync_bits=4 needs vote_every above 1: with vote_every=1, momenta travel "
                 "as bfloat16, which is momentum_sync_bits=16"

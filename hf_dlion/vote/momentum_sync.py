@@ -102,22 +102,24 @@ def average_in_bits(slots: Sequence[Slot], turn: Turn, ranks: Topology) -> None:
     """
     if not slots:
         return
-    found, source = messages(slots), partial(_momentum, turn=turn)
+    found, source = messages(slots), partial(momentum, turn=turn)
     own = SCALE.amounts(slots, found, source, turn)
     words = torch.tensor(own, dtype=torch.float64).view(torch.int64)
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
     SCALE.set_magnitudes(slots, table.tolist())
     ranks.voters.stats.lap("", found[0].device)
     in_lockstep([
-        averaged(m, SCALE, source, partial(_move_momenta, m, turn), turn, ranks) for m in found
+        averaged(m, SCALE, source, partial(move_momenta, m, turn), turn, ranks) for m in found
     ])  # fmt: skip
 
 
-def _momentum(piece: Piece, turn: Turn) -> Tensor:
+def momentum(piece: Piece, turn: Turn) -> Tensor:
+    """Returns a piece's momentum."""
     return piece.read("momentum", turn.scratch)
 
 
-def _move_momenta(message: Message, turn: Turn, mean: Mean) -> None:
+def move_momenta(message: Message, turn: Turn, mean: Mean) -> None:
+    """Replaces what this voter sent of its momenta by the mean."""
     random = partial(turn.random, SYNCHRONIZED + turn.voter)
     for piece in message.pieces:
         m = piece.read("momentum", turn.scratch).add_(mean.of(piece)).sub_(mean.own(piece))

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hf_dlion.cli.plan.methods import ALONE, DLION, NODE, NONE, POWER, Case, Prediction
+from hf_dlion.cli.plan.methods import (
+    ALONE,
+    DLION,
+    NODE,
+    NONE,
+    POWER,
+    WITH_MOMENTA,
+    Case,
+    Prediction,
+)
 
 Predictions = Mapping[str, Prediction]
 
@@ -96,8 +105,8 @@ def _verdict(predictions: Predictions) -> _Verdict:
 
 
 def _local(predictions: Predictions) -> list[str]:
-    """Returns the name of the method with local steps, if it is there."""
-    return [name for name in predictions if "vote_every" in name]
+    """Returns the name of the method with local steps alone, if it is there."""
+    return [n for n in predictions if "vote_every" in n and not n.endswith(WITH_MOMENTA)]
 
 
 def _reducing(predictions: Predictions) -> list[str]:
@@ -116,7 +125,8 @@ def _fitting(case: Case, predictions: Predictions) -> Predictions:
 def _left_out(case: Case, found: Predictions, fitting: Predictions, best: str) -> str:
     """Returns which methods would be faster than the best one, but don't fit; or ""."""
     limit = found[best].step_s / WORTH
-    names = [n for n in found if n not in fitting and n != NONE and found[n].step_s <= limit]
+    others = [n for n in found if n not in fitting and n != NONE and not n.endswith(WITH_MOMENTA)]
+    names = [n for n in others if found[n].step_s <= limit]
     if not names:
         return ""
     least = min(found[name].memory_bytes for name in names)

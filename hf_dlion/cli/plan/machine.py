@@ -27,8 +27,9 @@ from hf_dlion.vote.displacement import SCALES, displacement, move_message
 from hf_dlion.vote.idle_rows import survey
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
+from hf_dlion.vote.momentum_sync import momentum, move_momenta
 from hf_dlion.vote.quantized_mean import Mean
-from hf_dlion.vote.step import Turn, direction, encode, move, tensor_maxima
+from hf_dlion.vote.step import Turn, direction, encode, move, tensor_maxima, tensor_sums
 from hf_dlion.vote.warm_up import warm_up
 
 Calls = dict[str, Callable[[], object]]
@@ -257,10 +258,18 @@ def _local_work(param: Tensor) -> Calls:
         for message, mean in zip(layout.messages, means, strict=True):
             move_message(message, [1.0], turn, WireStats(), mean)
 
+    def average_momenta() -> None:
+        of_momenta = partial(momentum, turn=turn)
+        tensor_sums(layout.slots, layout.messages, of_momenta, turn)
+        for message, mean in zip(layout.messages, means, strict=True):
+            encode(message, turn, of_momenta, bits=bits, by_tensor=True)
+            move_momenta(message, turn, mean)
+
     return {
         "local step": partial(local.step, layout, turn),
         "encode displacement": encode_displacement,
         "end period": end_period,
+        "momenta": average_momenta,
     }
 
 

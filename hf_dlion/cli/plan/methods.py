@@ -30,6 +30,8 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
+# Ends the name of local steps whose exchanges also average momenta.
+WITH_MOMENTA = " and momenta"
 
 # Bytes that a rank sends in a step, and the seconds of the step by part.
 Cost = tuple[int, dict[str, float]]
@@ -197,7 +199,12 @@ def predict(case: Case) -> dict[str, Prediction]:
         add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2 + kept)
     every, cost = _local_steps(vote, case.ranks, share, inside_s)
     # A second number is the anchor, and with 16 bits a third the compensation.
-    add(f"{name}, vote_every={every}", cost, (4 if size == 2 else 3) + kept)
+    kept += 4 if size == 2 else 3
+    add(f"{name}, vote_every={every}", cost, kept)
+    _, cost = _local_steps(
+        replace(vote, vote_every=every), case.ranks, share, inside_s, momenta=True
+    )
+    add(f"{name}, vote_every={every}{WITH_MOMENTA}", cost, kept)
     return found
 
 
@@ -312,21 +319,28 @@ def _messages(case: Case) -> list[tuple[int, int]]:
     return [(m.words, m.rows.count) for m in cut]
 
 
-def _local_steps(case: Case, ranks: int, share: int, inside_s: float) -> tuple[int, Cost]:
-    """Returns vote_every, and the cost of a step as a mean over a period; see `_votes`."""
+def _local_steps(
+    case: Case, ranks: int, share: int, inside_s: float, *, momenta: bool = False
+) -> tuple[int, Cost]:
+    """Returns vote_every, and the cost of a step as a mean over a period; see `_votes`.
+
+    With `momenta`, each exchange also averages momenta in as many bits.
+    """
     planes = (case.ranks * TOP[LOCAL_BITS]).bit_length()
-    sent, vote = _votes(case, ranks, LOCAL_BITS, share=share, planes=planes, inside_s=inside_s)
-    # Means of displacements go to all ranks, with nodes a hash of their weights, too.
+    voted, vote = _votes(case, ranks, LOCAL_BITS, share=share, planes=planes, inside_s=inside_s)
+    # Largest displacements go to all ranks, and with nodes a hash of their weights.
     words = len(case.work.shapes) + (share > 1)
-    means, means_s = (
-        8 * words * (ranks - share),
-        case.link.seconds(8 * words * (ranks - 1), ranks - 1),
-    )
-    network = vote["network"] + means_s
+    sent = voted + 8 * words * (ranks - share)
+    network = vote["network"] + case.link.seconds(8 * words * (ranks - 1), ranks - 1)
     work = case.work_s("exchange") + vote["count"]
+    if momenta:
+        means = 8 * (case.ranks - 1) * len(case.work.shapes)
+        sent += voted - HEADER_BYTES * (ranks - share) + means
+        network += vote["network"] + case.gather_s(means)
+        work += case.work_s("momenta") + vote["count"]
     step_s, every = case.work_s("survey") + case.work_s("local step"), case.vote_every
     if every is None:
         every = max(vote_every_for(vote["compute"] + step_s, network + work), 2)
     optimizer = step_s + work / every
     parts = {"compute": vote["compute"], "network": network / every, "optimizer": optimizer}
-    return every, ((sent + means) // every, parts)
+    return every, (sent // every, parts)
