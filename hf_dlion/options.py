@@ -24,6 +24,8 @@ Selection = str | Sequence[str] | Selector
 # Parameter groups, which `load_state_dict` replaces.
 Groups = Sequence[Mapping[str, Any]]
 
+# Default of bits, and of momentum_sync_bits, in exchanges of local steps.
+LOCAL_BITS = 4
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Values of momentum_sync that aren't patterns of names.
 SYNC_WORDS = ("all", "auto")
@@ -67,8 +69,11 @@ class Options:
         local = self.vote_every > 1
         for name, value in (
             ("aggregation", "average" if local else "majority"),
-            ("bits", 4 if local else 1),
-            ("momentum_sync_bits", (4 if local else 16) if self.momentum_sync_every else None),
+            ("bits", LOCAL_BITS if local else 1),
+            (
+                "momentum_sync_bits",
+                (LOCAL_BITS if local else 16) if self.momentum_sync_every else None,
+            ),
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

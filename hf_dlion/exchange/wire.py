@@ -87,8 +87,8 @@ class WireStats:
         sample: Words of this rank's votes and planes of the verdict in the last exchange, int64,
             and whether this rank voted there; None before the first exchange, with more than one
             bit, and with aggregation="average".
-        drift: With local steps, what `vote.displacement.drift_of` returns for a sample of each
-            message of the last exchange.
+        drift: With local steps, sums over a sample of each message of the last exchange, see
+            `vote.displacement`.
     """
 
     bytes_sent: int = 0
@@ -147,11 +147,10 @@ class WireStats:
 
     @property
     def remainder(self) -> float:
-        """Share of this rank's displacement that the last exchange of local steps left in place.
+        """Share of this rank's displacement that the bits of the last exchange left out.
 
-        It is the mean distance of the rank's own weights from the common ones after the exchange,
-        divided by the mean before it, in a sample; NaN before the first exchange, and without local
-        steps.
+        It is the mean of |w - what this rank sent of w|, divided by the mean of |w|, in a sample of
+        how far elements were moved; NaN before the first exchange, and without local steps.
         """
         if not self.drift:
             return math.nan

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options import LOCAL_BITS
 from hf_dlion.trainer.prepare import prepare
 from hf_dlion.vote.local_steps import vote_every_for
 
@@ -114,12 +115,15 @@ class DistributedLionCallback(TrainerCallback):
         if len(self._times) == MEASURED_STEPS and state.is_world_process_zero:
             # Medians, because evaluations and saves lie between some steps.
             step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
-            if (vote_every := vote_every_for(step_s - exchange_s, exchange_s)) > 1:
-                share = exchange_s / (exchange_s + vote_every * (step_s - exchange_s))
+            # An exchange of local steps sends more bits.
+            ended_s = exchange_s * LOCAL_BITS / lion.options.bits
+            if (vote_every := vote_every_for(step_s - exchange_s, ended_s)) > 1:
+                share = ended_s / (ended_s + vote_every * (step_s - exchange_s))
                 logger.warning_once(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "
                     f"the exchange (medians of {MEASURED_STEPS} steps). With vote_every="
-                    f"{vote_every}, the exchange would take {share:.0%} of the time"
+                    f"{vote_every}, exchanges of {LOCAL_BITS} bits would take about {share:.0%} of "
+                    f"the time"
                 )
 
     def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:

@@ -400,7 +400,10 @@ def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *giv
     lion = find_optimizer(trainer.optimizer)
     if lion is not None and lion.schedule.steps:
         args, state, control = given
-        planned = getattr(DefaultFlowCallback(), name)(args, state, copy.copy(control))
+        planned, flow = copy.copy(control), DefaultFlowCallback()
+        getattr(flow, name)(args, state, planned)
+        if float(state.epoch or 0.5).is_integer():  # The last step of an epoch.
+            flow.on_epoch_end(args, state, planned)
         if planned.should_evaluate or planned.should_save or planned.should_training_stop:
             lion.exchange_now()
     return _event(trainer, original, *given)

@@ -25,9 +25,8 @@ from hf_dlion.vote.quantized_mean import Mean, Scale, averaged
 from hf_dlion.vote.rounding import PARAMETERS
 from hf_dlion.vote.step import SAMPLE, Turn, in_lockstep
 
-# Most elements go one way in nearly all steps of a period, so |w| has a peak at its largest value.
-# With a level there, 4 bits miss 0.03% of the mean's square, and with levels that are relative to
-# the mean of |w| up to ten times as much (docs/research/small_models.md).
+# Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
+# where 2 to 8 bits have a level.
 SCALES = {
     1: Scale(1, of_largest=False, factor=1.0),
     2: Scale(2, of_largest=True, factor=4 / 9),
@@ -37,8 +36,8 @@ SCALES = {
 # What a rank gathers as the amount of a parameter whose weights were replaced on it.
 _REPLACED = math.inf
 REMEDY = (
-    "Load or change weights on every rank, right after optimizer.exchange_now(), and set "
-    "max_norm=None in nn.Embedding"
+    "Load or change weights on every rank, right after optimizer.exchange_now() or in `with "
+    "optimizer.common_weights():`, and set max_norm=None in nn.Embedding"
 )
 
 

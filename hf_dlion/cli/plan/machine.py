@@ -21,7 +21,7 @@ from hf_dlion.exchange.codec import TOP, WORD
 from hf_dlion.exchange.routes import Verdict, Votes, counted
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.exchange.wire import WireStats
-from hf_dlion.options import Options
+from hf_dlion.options import LOCAL_BITS, Options
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.displacement import SCALES, displacement, move_message
 from hf_dlion.vote.idle_rows import survey
@@ -36,8 +36,6 @@ Calls = dict[str, Callable[[], object]]
 
 POWER_RANK = 4
 BITS = tuple(TOP)
-# Bits of an exchange of local steps.
-LOCAL_BITS = 4
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds. A GPU
 # would wait for Python with less.
 NUMEL, COLUMNS = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024

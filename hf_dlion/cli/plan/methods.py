@@ -15,10 +15,11 @@ from functools import partial
 
 import torch
 
-from hf_dlion.cli.plan.machine import BITS, LOCAL_BITS, POWER_RANK, Machine
+from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.exchange.codec import TOP, WORD
 from hf_dlion.exchange.routes import wire_bytes
+from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.meeting import HEADER_BYTES
 from hf_dlion.vote.layout import Slot, messages
 from hf_dlion.vote.local_steps import vote_every_for
