@@ -78,10 +78,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if (step + 1) % 100 == 0:
             evaluate(step + 1, model, *held_out)
 
-    save_momentum(optimizer, args.output_dir)  # <- each rank its own; first, as it may exchange
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "step": max(begin, args.steps)}, checkpoint)
+    save_momentum(optimizer, args.output_dir)  # <- each rank its own
+    if rank == 0:
         size = sum(p.numel() for p in model.parameters())
         print(
             f"{size:,} parameters; rank 0 sent {optimizer.wire.last_bytes_sent:,} bytes in the "

@@ -88,10 +88,10 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if (step + 1) % 100 == 0:
             evaluate(step + 1, model, *held_out)
 
-    save_momentum(optimizer, args.output_dir)  # <- each rank its own; first, as it may exchange
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state, "step": max(begin, args.steps)}
     dcp.save(saved, checkpoint_id=args.output_dir / "state")
+    save_momentum(optimizer, args.output_dir)  # <- each rank its own
     if rank == 0:
         held = sum(p.to_local().numel() for p in model.parameters())
         bits = 8 * optimizer.wire.last_bytes_sent / held

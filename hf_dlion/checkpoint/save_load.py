@@ -3,8 +3,12 @@
 Momenta differ between ranks, but rank 0's `optimizer.state_dict()` holds only those of rank 0. So
 each rank also writes a file of its own:
 
-    every rank:  save_momentum(optimizer, folder)      then:    rank 0 saves model and optimizer
-    every rank:  optimizer.load_state_dict(...)        then:    load_momentum(optimizer, folder)
+    every rank:  optimizer.exchange_now()             with local steps
+    rank 0:      torch.save(model and optimizer)
+    every rank:  save_momentum(optimizer, folder)
+
+    every rank:  optimizer.load_state_dict(...)
+    every rank:  load_momentum(optimizer, folder)
 
 All ranks of a save write the same random id. Files with different ids don't belong together, even
 if they were saved after the same step.
@@ -61,8 +65,8 @@ def save_momentum(
     The file is `dlion_momentum_{rank}_of_{world_size}.safetensors`. If the save fails on one rank,
     all ranks raise. Files in the folder that were saved by another number of ranks are deleted.
 
-    With `vote_every` above 1 it begins with `optimizer.exchange_now()`, so the model then holds the
-    same weights on every rank. Save the model after it.
+    With `vote_every` above 1 it begins with `optimizer.exchange_now()`, so call that before you
+    save the model.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
