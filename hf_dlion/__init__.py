@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_dlion.exchange.wire import LostRank, WireStats
     from hf_dlion.optimizer import DistributedLion
     from hf_dlion.ranks.meeting import Disagreement
-    from hf_dlion.trainer import optimizer_cls_and_kwargs, register
+    from hf_dlion.trainer.registration import optimizer_cls_and_kwargs, register
 
 __version__ = "0.2.0.dev0"
 __all__ = [
@@ -37,7 +37,7 @@ _LATE = {
     "LostRank": "exchange.wire",
     "WireStats": "exchange.wire",
     **dict.fromkeys(("CheckpointError", "load_momentum", "save_momentum"), "checkpoint"),
-    **dict.fromkeys(("optimizer_cls_and_kwargs", "register"), "trainer"),
+    **dict.fromkeys(("optimizer_cls_and_kwargs", "register"), "trainer.registration"),
 }
 
 

@@ -1,7 +1,8 @@
-"""The command `hf-dlion`: `doctor` checks a setup, `plan` predicts whether the exchange pays."""
+"""The command `hf-dlion`: `run` starts commands, `doctor` checks a setup, `plan` predicts times."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,8 +13,19 @@ from hf_dlion import __version__
 from hf_dlion.cli import arguments
 from hf_dlion.cli.arguments import GPUS, Parser, above_zero, did_you_mean, positive
 
-COMMANDS = ("doctor", "plan")
+COMMANDS = ("run", "doctor", "plan")
 
+_RUN = """\
+Run a command in whose Python processes optim="dlion" is a valid name, also in those that it starts
+on this machine. On several nodes, if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is unset, each rank
+sets it to the network interface that leads to MASTER_ADDR.
+"""
+_RUN_EXAMPLES = """\
+examples:
+  hf-dlion run torchrun --nproc_per_node 2 train.py --optim dlion
+  hf-dlion run accelerate launch --multi_gpu --num_processes 2 train.py --optim dlion
+  FORCE_TORCHRUN=1 hf-dlion run llamafactory-cli train config.yaml
+"""
 _DOCTOR = """\
 Check whether this machine can train. Under torchrun, also check what each rank has, whether the
 ranks train together, and how fast the links between them are. The exit code is 1 if training would
@@ -44,6 +56,7 @@ _EXAMPLES = """\
 examples:
   hf-dlion doctor
   hf-dlion plan 1b --link 1gbit --gpu rtx4090
+  hf-dlion run torchrun --nproc_per_node 2 train.py --optim dlion
 """
 
 
@@ -67,12 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    about = "Check a setup for Distributed Lion, or predict whether it pays."
+    about = "Train with Distributed Lion, check a setup for it, or predict whether it pays."
     parser = Parser(prog="hf-dlion", description=about, epilog=_EXAMPLES)
     parser.add_argument(
         "--version", action="version", version=f"hf-dlion {__version__}", help="Print the version."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    summary = 'Run a command in whose Python processes optim="dlion" is a valid name.'
+    run = commands.add_parser("run", help=summary, description=_RUN, epilog=_RUN_EXAMPLES)
+    text = "Command to run, with its arguments."
+    run.add_argument("words", nargs=argparse.PARSER, metavar="COMMAND", help=text)
     summary = "Check whether this machine, or each rank under torchrun, can train."
     commands.add_parser("doctor", help=summary, description=_DOCTOR, epilog=_DOCTOR_EXAMPLES)
     summary = "Predict the time and the bytes of a step, and whether the exchange pays."

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
 from hf_dlion.exchange import launches
-from hf_dlion.launch import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
+from hf_dlion.launch.network import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.vote.warm_up import trial_refusal
 
@@ -82,7 +82,7 @@ class Report:
 def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 if training would fail."""
     report, launched = Report(), "RANK" in os.environ
-    # Before anything else, as `hf_dlion.launch` does it.
+    # Before anything else, as `hf-dlion run` does it.
     named = name_interface() if launched else ""
     report.add(OK, "hf_dlion", f"{hf_dlion.__version__}, Python {platform.python_version()}")
     report.add(OK, "packages", _packages())

@@ -7,13 +7,6 @@
     Trainer(..., optimizers=(DistributedLion(...), None))  # after register()
 
 All three ways attach the optimizer, log what it sends, and keep every rank's momentum in
-checkpoints. Importing this package wraps methods of Trainer and TrainingArguments. The wrappers
-do nothing for other optimizers.
+checkpoints. Importing `registration` wraps methods of Trainer and TrainingArguments. The wrappers
+do nothing for other optimizers. Importing `arguments` needs TrainingArguments alone.
 """
-
-from hf_dlion.trainer.patches import install
-from hf_dlion.trainer.registration import optimizer_cls_and_kwargs, register
-
-__all__ = ["optimizer_cls_and_kwargs", "register"]
-
-install()

@@ -26,13 +26,11 @@ import contextlib
 import copy
 import functools
 import os
-import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import transformers
 from accelerate.utils import gather_object
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
@@ -42,13 +40,9 @@ from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Kind
+from hf_dlion.trainer.arguments import check_optim_args, internal
 from hf_dlion.trainer.callback import DistributedLionCallback, exchange_rest
-from hf_dlion.trainer.optim_args import (
-    OPTIM_NAME,
-    as_text,
-    only_ours,
-    parse_optim_args,
-)
+from hf_dlion.trainer.optim_args import OPTIM_NAME, only_ours
 from hf_dlion.trainer.prepare import prepare, refuse
 
 logger = logging.get_logger(__name__)
@@ -56,22 +50,6 @@ logger = logging.get_logger(__name__)
 # The file that transformers writes last into a checkpoint.
 TRAINER_STATE = "trainer_state.json"
 _INSTALLED = "_hf_dlion_installed"
-
-
-def missing(what: str) -> RuntimeError:
-    """Returns the error for a version of transformers that lacks `what`."""
-    return RuntimeError(
-        f"hf_dlion needs {what}, which transformers {transformers.__version__} doesn't have. Use "
-        f"transformers 5.2 to 5.23, or DistributedLion in an Accelerate or torch loop"
-    )
-
-
-def internal(path: str) -> Any:
-    """Returns the object at "module:name" in transformers, or raises RuntimeError."""
-    try:
-        return pkgutil.resolve_name(f"transformers.{path}")
-    except (ImportError, AttributeError) as error:
-        raise missing(path.replace(":", ".")) from error
 
 
 def install() -> None:
@@ -87,7 +65,6 @@ def install() -> None:
         internal(f"trainer:Trainer.{name}")
     for name in _AROUND_EVENTS:
         internal(f"trainer_callback:CallbackHandler.{name}")
-    _wrap(TrainingArguments, "__post_init__", _check_arguments)
     _wrap(Trainer, "train", _train)
     setattr(Trainer, _INSTALLED, True)
 
@@ -102,21 +79,8 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _check_arguments(args: TrainingArguments, original: Callable[[], None]) -> None:
-    _check_optim_args(args)
-    original()
-
-
 def _optim_name(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
-
-
-def _check_optim_args(args: TrainingArguments) -> None:
-    options: Any = args.optim_args
-    if isinstance(options, Mapping):
-        args.optim_args = as_text(options)
-    if args.optim == OPTIM_NAME:
-        parse_optim_args(args.optim_args)
 
 
 def _train(
@@ -126,7 +90,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    _check_optim_args(trainer.args)  # They may have changed since they were made.
+    check_optim_args(trainer.args)  # They may have changed since they were made.
     if _uses_lion(trainer):
         refuse(trainer)
         searches = bool(trainer.hp_search_backend)

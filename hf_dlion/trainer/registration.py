@@ -8,8 +8,9 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.trainer.optim_args import OPTIM_NAME, check_known, parse_optim_args
-from hf_dlion.trainer.patches import internal, missing
+from hf_dlion.trainer.arguments import add_name, internal, missing
+from hf_dlion.trainer.optim_args import check_known, parse_optim_args
+from hf_dlion.trainer.patches import install
 
 logger = logging.get_logger(__name__)
 
@@ -32,8 +33,7 @@ def register() -> None:
     handlers: Any = internal("trainer_optimizer:_OPTIMIZER_HANDLERS")
     if not isinstance(handlers, dict):
         raise missing("a dict trainer_optimizer._OPTIMIZER_HANDLERS")
-    if OPTIM_NAME not in handlers:
-        handlers[_add_name()] = _handle
+    handlers[add_name()] = _handle
 
 
 def optimizer_cls_and_kwargs(
@@ -83,17 +83,5 @@ def _handle(context: Any) -> tuple[type[DistributedLion], dict[str, Any]]:
     return optimizer_cls_and_kwargs(context.args)
 
 
-def _add_name() -> Any:
-    """Adds a member to transformers' enum, for which Python has no public way, and returns it."""
-    names: Any = internal("training_args:OptimizerNames")
-    key = OPTIM_NAME.upper()
-    member = str.__new__(names, OPTIM_NAME)
-    member._name_, member._value_ = key, OPTIM_NAME
-    try:
-        member._sort_order_ = len(names._member_names_)
-        setattr(names, key, member)
-        names._member_names_.append(key)
-        names._member_map_[key] = names._value2member_map_[OPTIM_NAME] = member
-    except (AttributeError, TypeError) as error:
-        raise missing("an OptimizerNames enum that can be added to") from error
-    return member
+# Also without `register()`, for a Trainer that is given the class or an optimizer.
+install()

@@ -16,7 +16,7 @@ import hf_dlion
 from hf_dlion import cli
 from hf_dlion.cli import doctor
 from hf_dlion.exchange import launches
-from hf_dlion.launch import Route
+from hf_dlion.launch.network import Route
 from tests.support.spawn import run_command, run_script
 
 LAUNCHED = ("RANK", "MASTER_ADDR", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -20,7 +20,8 @@ from transformers.training_args import OptimizerNames
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from hf_dlion.trainer import optimizer_cls_and_kwargs, patches
+from hf_dlion.trainer import patches
+from hf_dlion.trainer.registration import optimizer_cls_and_kwargs
 from tests.support.tiny import (
     At,
     logged,

@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_se
 
 import hf_dlion
 from hf_dlion.ddp import wrapper_in
-from hf_dlion.trainer import optimizer_cls_and_kwargs
+from hf_dlion.trainer.registration import optimizer_cls_and_kwargs
 from tests.support.spawn import on_ranks, run_script
 from tests.support.tiny import (
     logged,

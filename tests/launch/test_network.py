@@ -1,8 +1,7 @@
-"""Unedited scripts under `hf_dlion.launch`, on one node and on several."""
+"""The network interface between nodes, and the lines that start ranks on several of them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,163 +15,17 @@ from unittest import mock
 
 import psutil
 import pytest
-import torch.distributed as dist
 
-import hf_dlion
 from benchmarks.emulate import Network, emulated
-from hf_dlion import launch
-from hf_dlion.launch import ANYWHERE, VARIABLES, Route, interfaces, name_interface, route_to
-from tests.support import tiny
-from tests.support.help_text import refused
-from tests.support.spawn import free_port, run_command, run_script
+from hf_dlion.launch import network
+from hf_dlion.launch.network import ANYWHERE, VARIABLES, Route, interfaces, name_interface, route_to
+from tests.support.spawn import free_port, run_command
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "multi_node.md").read_text()
 FILES = [ROOT / "examples" / "accelerate" / f"machine_{rank}.yaml" for rank in (0, 1)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-
-# What a script sees
-
-
-RECORDER = """
-import json, sys
-with open(sys.argv[1], "w") as file:
-    json.dump({"name": __name__, "argv": sys.argv, "path": sys.path[0], "file": __file__}, file)
-"""
-
-
-@pytest.fixture
-def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that writes down what it sees, in a process whose argv and path may change."""
-    monkeypatch.setattr(sys, "argv", ["launch"])
-    monkeypatch.setattr(sys, "path", [str(Path.cwd()), *sys.path])
-    monkeypatch.setitem(vars(hf_dlion), "register", lambda: None)
-    path = tmp_path / "project" / "record.py"
-    path.parent.mkdir()
-    path.write_text(RECORDER)
-    return path
-
-
-def test_a_script_or_module_sees_what_python_would_show_it(
-    recorder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [str(tmp_path / "seen"), "--flag", "-m"]
-    launch.main([str(recorder), *words])
-    seen = json.loads((tmp_path / "seen").read_text())
-    own = {"name": "__main__", "argv": [str(recorder), *words], "file": str(recorder)}
-    assert seen == {**own, "path": str(recorder.parent)}
-    monkeypatch.syspath_prepend(str(recorder.parent))
-    launch.main(["-m", "record", *words])
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert {name: seen[name] for name in own} == own
-
-
-def test_a_script_that_exits_ends_the_process_group(recorder: Path, tmp_path: Path) -> None:
-    for code in (0, 7):
-        recorder.write_text(
-            "import sys, torch.distributed as dist\n"
-            f"dist.init_process_group('gloo', init_method='file://{tmp_path}/{code}', rank=0, "
-            f"world_size=1)\nsys.exit({code})\n"
-        )
-        with pytest.raises(SystemExit) as caught:
-            launch.main([str(recorder)])
-        assert caught.value.code == code
-        # After an error other ranks may be waiting in a collective.
-        assert dist.is_initialized() == (code != 0)
-        if code:
-            dist.destroy_process_group()
-
-
-def test_an_error_about_optim_args_is_one_line_and_any_other_keeps_its_traceback(
-    recorder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recorder.write_text("raise ValueError(\"optim_args='bits=3': bits must be 1\")")
-    said = refused(launch.main, [str(recorder)], capsys)
-    assert said == "hf_dlion.launch: optim_args='bits=3': bits must be 1"
-    recorder.write_text("raise ValueError('about something else')")
-    with pytest.raises(ValueError, match="about something else"):
-        launch.main([str(recorder)])
-
-
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        ([], "no script given"),
-        (["-m"], "no module given after -m"),
-        (["--optim", "dlion"], "--optim comes before the script"),
-        (["nowhere.py"], "nowhere.py: no such script"),
-    ],
-)
-def test_what_cannot_run_ends_with_the_usage(
-    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = refused(launch.main, argv, capsys)
-    assert reason in output
-    assert "usage: python -m hf_dlion.launch SCRIPT" in output
-    launch.main(["--help"])
-    assert capsys.readouterr().out.count("--optim dlion") == 2
-
-
-# Trainer
-
-
-STRANGER = """
-import json, sys
-from transformers import HfArgumentParser, Trainer, TrainingArguments
-from neighbor import tiny_data, tiny_llama, weights_digest
-
-if __name__ == "__main__":
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-    trainer = Trainer(model=tiny_llama(), args=args, train_dataset=tiny_data())
-    trainer.train()
-    kind = type(trainer.optimizer.optimizer).__name__
-    result = [weights_digest(trainer.model), kind, args.world_size]
-    with open(f"{args.output_dir}/result_{args.process_index}.json", "w") as file:
-        json.dump(result, file)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """A script that knows nothing of hf_dlion, with a module next to it."""
-    (tmp_path / "neighbor.py").write_text(Path(tiny.__file__).read_text())
-    (tmp_path / "run_clm.py").write_text(STRANGER)
-    return tmp_path / "run_clm.py"
-
-
-def arguments(script: Path, optim_args: str) -> list[str]:
-    options = {
-        "output_dir": script.parent, "optim": "dlion", "optim_args": optim_args, "max_steps": 4,
-        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no",
-    }  # fmt: skip
-    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_accelerate_launch_trains_an_unedited_script_with_votes(script: Path) -> None:
-    # --cpu would start one process; --multi_gpu starts torchrun, with or without GPUs.
-    words = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
-    words += ["--num_cpu_threads_per_process=1", "--main_process_port=0", "-m", "hf_dlion.launch"]
-    run_command([*ACCELERATE, *words, str(script), *arguments(script, "aggregation=majority")])
-    texts = [(script.parent / f"result_{rank}.json").read_text() for rank in (0, 1)]
-    assert texts[0] == texts[1]
-    assert json.loads(texts[0])[1:] == ["DistributedLion", 2]
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_a_bad_option_ends_every_rank_with_one_line(script: Path) -> None:
-    words = ["-m", "hf_dlion.launch", str(script), *arguments(script, "agregation=average")]
-    done = run_script(2, words, timeout=60, check=False)
-    assert done.returncode != 0
-    # torchrun may have ended one of the ranks before it could print.
-    assert 1 <= len(re.findall(r"hf_dlion.launch: optim_args.*aggregation", done.stderr)) <= 2
-    assert "parse_args_into_dataclasses" not in done.stderr
-    assert not list(script.parent.glob("result_*"))
-
 
 # The network interface
 
@@ -214,7 +67,7 @@ def test_unset_interfaces_are_set_between_nodes_and_set_ones_stay(
         return routes[host]
 
     several = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **changes}
-    with mock.patch.object(launch, "route_to", answer), mock.patch.dict(os.environ):
+    with mock.patch.object(network, "route_to", answer), mock.patch.dict(os.environ):
         for name in VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(several)

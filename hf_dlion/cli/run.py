@@ -1,0 +1,12 @@
+"""`hf-dlion run COMMAND`: any command, with `optim="dlion"` in its Python processes."""
+
+from __future__ import annotations
+
+import argparse
+
+import hf_dlion.launch as launch
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replaces this process by the command. Raises what `hf_dlion.launch.run` raises."""
+    launch.run(args.words)

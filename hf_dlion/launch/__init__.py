@@ -1,0 +1,122 @@
+"""Starts commands in whose Python processes `optim="dlion"` is a valid name.
+
+usage: python -m hf_dlion.launch SCRIPT [ARGS...]
+       python -m hf_dlion.launch -m MODULE [ARGS...]
+
+These lines are for launchers, such as torchrun. `hf-dlion run COMMAND` does the same for a complete
+command, and has its own guide.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# Its sitecustomize.py is imported by every Python process whose PYTHONPATH begins with it.
+STARTUP = str(Path(__file__).resolve().parent / "startup")
+# Options of Python with which it ignores PYTHONPATH or sitecustomize.py, and those that take a
+# value or end the options.
+_ISOLATING, _WITH_VALUE, _LAST = "IES", "WX", "cm"
+
+
+def run(command: Sequence[str]) -> NoReturn:
+    """Replaces this process by a command, in whose Python processes `optim="dlion"` is valid.
+
+    The command keeps this process's number, so it receives its signals and sets its exit code.
+
+    Args:
+        command: Program, and its arguments.
+
+    Raises:
+        SystemExit: With a message, and code 127 if there is no such program, 126 if it can't be
+            run, or 2 if its Python would ignore `PYTHONPATH`.
+    """
+    program = command[0]
+    if option := _isolating_option(command):
+        _fail(
+            f"{program} {option} ignores PYTHONPATH, through which optim='dlion' reaches the "
+            f"command: leave out {option}, or call hf_dlion.register() in the script"
+        )
+    found = shutil.which(program)
+    if found is None and os.sep not in program:
+        # As in an environment that is activated, also for commands that this one starts.
+        scripts = os.path.dirname(sys.executable)
+        if found := shutil.which(program, path=scripts):
+            os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
+    if found is None:
+        hint = ""
+        if program.endswith(".py") and os.path.isfile(program):
+            hint = f". To run a script, write hf-dlion run python {program}"
+        elif not os.path.exists(program):
+            _fail(f"{program}: command not found", 127)
+        _fail(f"{program} isn't executable{hint}", 126)
+    add_startup(os.environ)
+    _become(found, command)
+
+
+def add_startup(environment: MutableMapping[str, str]) -> None:
+    """Puts the folder `startup` first in PYTHONPATH."""
+    earlier = environment.get("PYTHONPATH", "").split(os.pathsep)
+    entries = [STARTUP, *(entry for entry in earlier if entry not in ("", STARTUP))]
+    environment["PYTHONPATH"] = os.pathsep.join(entries)
+
+
+def main() -> None:
+    """Replaces `python -m hf_dlion.launch SCRIPT` by `python SCRIPT`, where "dlion" is valid.
+
+    Raises:
+        SystemExit: With code 2 and the usage, if there is no script; otherwise as `run`.
+    """
+    argv = sys.argv[1:]
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    options = sys.orig_argv[1 : len(sys.orig_argv) - len(argv) - 2]  # Before -m hf_dlion.launch.
+    if not argv:
+        _fail(f"no script given\n\n{__doc__}")
+    if argv[0] == "-m" and len(argv) < 2:
+        _fail(f"no module given after -m\n\n{__doc__}")
+    if argv[0] != "-m" and argv[0].startswith("-"):
+        _fail(f"{argv[0]} comes before the script: put options after its name\n\n{__doc__}")
+    if argv[0] != "-m" and not os.path.isfile(argv[0]):
+        _fail(f"{argv[0]}: no such script\n\n{__doc__}")
+    run([sys.executable, *options, *argv])
+
+
+def _isolating_option(command: Sequence[str]) -> str:
+    """Returns the option with which a Python ignores the folder `startup`, or ""."""
+    if not re.fullmatch(r"python[\d.]*", os.path.basename(command[0])):
+        return ""
+    words = iter(command[1:])
+    for word in words:
+        if not re.fullmatch(r"-\w.*", word):
+            break
+        for index, letter in enumerate(word[1:], 2):
+            if letter in _ISOLATING:
+                return f"-{letter}"
+            if letter in _LAST:
+                return ""
+            if letter in _WITH_VALUE:
+                if index == len(word):
+                    next(words, None)
+                break
+    return ""
+
+
+def _become(program: str, command: Sequence[str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(program, list(command))
+    except OSError as error:
+        _fail(f"{command[0]} can't be run: {error.strerror}", 126)
+
+
+def _fail(reason: str, code: int = 2) -> NoReturn:
+    print(f"hf-dlion run: {reason}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,310 @@
+"""Unedited commands under `hf-dlion run` and `hf_dlion.launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from hf_dlion.launch import STARTUP
+from tests.support import tiny
+from tests.support.spawn import run_command, run_script
+
+RUN = [sys.executable, "-m", "hf_dlion", "run"]
+LAUNCH = [sys.executable, "-m", "hf_dlion.launch"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def output_of(
+    words: list[str], code: int = 0, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    done = run_command(words, env=environment, cwd=cwd, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+# What a command sees
+
+
+RECORDER = """
+import json, os, sys
+with open(os.environ["RECORD"], "w") as file:
+    json.dump([__name__, sys.argv, __file__, sys.path, sys.flags.dev_mode], file)
+"""
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """A script that writes down what it sees, in a folder with a space in its name."""
+    path = tmp_path / "a project" / "record.py"
+    path.parent.mkdir()
+    path.write_text(RECORDER)
+    return path
+
+
+@pytest.mark.parametrize("target", ["script", "module"])
+def test_a_script_or_module_sees_what_python_would_show_it(
+    recorder: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    record = recorder.parent / "record.json"
+    monkeypatch.setenv("PYTHONPATH", str(recorder.parent))
+    what = [str(recorder)] if target == "script" else ["-m", "record"]
+    words = ["-X", "dev", *what, "--flag", "a word", "-m"]
+    seen = []
+    for command in ([sys.executable], [*RUN, sys.executable], LAUNCH):
+        options = words[:2]
+        if command is LAUNCH:
+            command = [sys.executable, *options, *LAUNCH[1:]]
+            output_of([*command, *words[2:]], RECORD=str(record))
+        else:
+            output_of([*command, *words], RECORD=str(record))
+        seen.append(json.loads(record.read_text()))
+    assert seen[0][4]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_the_exit_code_and_signals_are_those_of_the_command(tmp_path: Path) -> None:
+    output_of([*RUN, sys.executable, "-c", "raise SystemExit(7)"], code=7)
+    program = (
+        "import signal, time\n"
+        "got = []\n"
+        "def note(number, frame):\n"
+        "    got.append(number)\n"
+        "    print('got', number, flush=True)\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, note)\n"
+        "print('ready', flush=True)\n"
+        "while len(got) < 2:\n"
+        "    time.sleep(0.05)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "print('last', flush=True)\n"
+        "time.sleep(60)"
+    )
+    command = [*RUN, sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            assert process.stdout.readline() == f"got {int(number)}\n"
+        assert process.stdout.readline() == "last\n"
+        process.terminate()
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        ([*RUN], 2, "the following arguments are required: COMMAND"),
+        ([*RUN, "--optim", "dlion"], 2, "unknown option --optim"),
+        ([*RUN, "no-such-command"], 127, "no-such-command: command not found"),
+        ([*RUN, __file__], 126, f"write hf-dlion run python {__file__}"),
+        ([*RUN, "python", "-I", "x.py"], 2, "python -I ignores PYTHONPATH"),
+        ([*RUN, "python3.11", "-W", "error", "-uS", "x.py"], 2, "python3.11 -S ignores PYTHON"),
+        ([*RUN, sys.executable, "-E", "-m", "x"], 2, "-E ignores PYTHONPATH"),
+        ([sys.executable, "-I", "-m", "hf_dlion.launch", __file__], 2, "-I ignores PYTHONPATH"),
+        ([*LAUNCH], 2, "no script given"),
+        ([*LAUNCH, "-m"], 2, "no module given after -m"),
+        ([*LAUNCH, "--optim", "dlion"], 2, "--optim comes before the script"),
+        ([*LAUNCH, "nowhere.py"], 2, "nowhere.py: no such script"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_reason(words: list[str], code: int, reason: str) -> None:
+    assert reason in " ".join(output_of(words, code).stderr.split())
+
+
+def test_an_option_of_the_program_is_not_taken_for_one_of_python() -> None:
+    program = "import sys; print(sys.argv)"
+    done = output_of([*RUN, sys.executable, "-c", program, "-I"])
+    assert done.stdout == "['-c', '-I']\n"
+
+
+# In which processes the name is valid
+
+
+def test_a_process_without_torch_imports_nothing_and_one_without_trainer_keeps_it_so() -> None:
+    program = "import sys; print(*sorted(sys.modules))"
+    plain = output_of([sys.executable, "-c", program]).stdout.split()
+    under = output_of([*RUN, sys.executable, "-c", program]).stdout.split()
+    assert set(under) - set(plain) <= {"sitecustomize"}
+    program = (
+        "import sys, torch\n"
+        "assert not any(name.startswith('hf_dlion.trainer') for name in sys.modules)\n"
+        "from transformers import TrainingArguments\n"
+        "assert 'transformers.trainer' not in sys.modules"
+    )
+    output_of([*RUN, sys.executable, "-c", program])
+
+
+ORDERS = {
+    "arguments first": "from transformers import TrainingArguments, Trainer",
+    "trainer first": "from transformers import Trainer, TrainingArguments",
+    "a subclass": "from transformers import Seq2SeqTrainer as Trainer\n"
+    "from transformers import Seq2SeqTrainingArguments as TrainingArguments",
+    "the module": "import transformers.trainer\nfrom transformers import *\n"
+    "from transformers.trainer import Trainer\n"
+    "from transformers.training_args import TrainingArguments",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
+def test_the_name_is_valid_whatever_is_imported_first(imports: str, tmp_path: Path) -> None:
+    program = (
+        f"{imports}\n"
+        "import sys\n"
+        "from transformers import HfArgumentParser\n"
+        "words = ['--output_dir', sys.argv[1], '--optim', 'dlion', '--use_cpu', 'true']\n"
+        "(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)\n"
+        "args = TrainingArguments(sys.argv[1], optim='dlion', use_cpu=True, optim_args={'bits': 2})"
+        "\nprint(Trainer.get_optimizer_cls_and_kwargs(args)[0].__name__, args.optim_args)"
+    )
+    done = output_of([*RUN, sys.executable, "-c", program, str(tmp_path)])
+    assert done.stdout == "DistributedLion bits=2\n"
+
+
+def test_a_sitecustomize_that_was_there_also_runs(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "sitecustomize.py").write_text("import builtins; builtins.theirs = 1")
+    program = (
+        "import os, sys, subprocess, transformers.training_args as t\n"
+        "print(theirs, t.OptimizerNames('dlion').value, sys.modules['sitecustomize'].__file__)\n"
+        "print(os.environ['PYTHONPATH'])"
+    )
+    done = output_of([*RUN, *RUN, sys.executable, "-c", program], PYTHONPATH=str(theirs))
+    assert done.stdout.split("\n")[:2] == [
+        f"1 dlion {theirs / 'sitecustomize.py'}",
+        os.pathsep.join([STARTUP, str(theirs)]),
+    ]
+    (theirs / "sitecustomize.py").write_text("1 / 0")  # Python says so, and continues.
+    program = "import transformers.training_args as t; print(t.OptimizerNames('dlion').value)"
+    done = output_of([*RUN, sys.executable, "-c", program], PYTHONPATH=str(theirs))
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stdout == "dlion\n"
+
+
+def test_an_environment_without_hf_dlion_says_so_and_works_otherwise(tmp_path: Path) -> None:
+    other = tmp_path / "an environment"
+    venv.create(other, symlinks=True)
+    # Instead of installing torch there.
+    (other / "lib" / "torch").mkdir(parents=True)
+    (other / "lib" / "torch" / "__init__.py").write_text("")
+    (other / "lib" / "torch" / "distributed.py").write_text("")
+    python = str(other / "bin" / "python")
+    program = "import torch.distributed; print('works')"
+    done = output_of([*RUN, python, "-c", program], cwd=tmp_path, PYTHONPATH=str(other / "lib"))
+    assert done.stdout == "works\n"
+    said = f"isn't available with {python}: hf_dlion isn't installed there"
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_of_an_environment_that_is_not_active_is_found(tmp_path: Path) -> None:
+    done = output_of(
+        [*RUN, "torchrun", "--help"], PATH="/usr/bin:/bin", PYTHONDONTWRITEBYTECODE="1"
+    )
+    assert done.stdout.startswith("usage: torchrun")
+
+
+# Trainer
+
+
+STRANGER = """
+import json, sys
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from neighbor import tiny_data, tiny_llama, weights_digest
+
+if __name__ == "__main__":
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    trainer = Trainer(model=tiny_llama(), args=args, train_dataset=tiny_data())
+    trainer.train()
+    kind = type(trainer.optimizer.optimizer).__name__
+    result = [weights_digest(trainer.model), kind, args.world_size]
+    with open(f"{args.output_dir}/result_{args.process_index}.json", "w") as file:
+        json.dump(result, file)
+"""
+# A command that starts torchrun itself, as those of frameworks do.
+STARTER = """
+import subprocess, sys
+torchrun = ["torchrun", "--nproc_per_node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+sys.exit(subprocess.call([*torchrun, "--rdzv-endpoint=localhost:0", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script that knows nothing of hf_dlion, with a module next to it."""
+    (tmp_path / "neighbor.py").write_text(Path(tiny.__file__).read_text())
+    (tmp_path / "run_clm.py").write_text(STRANGER)
+    return tmp_path / "run_clm.py"
+
+
+def arguments(script: Path, optim_args: str) -> list[str]:
+    options = {
+        "output_dir": script.parent, "optim": "dlion", "optim_args": optim_args, "max_steps": 4,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no",
+    }  # fmt: skip
+    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "launcher", ["accelerate launch", "a command of its own", "-m hf_dlion.launch"]
+)
+def test_launchers_train_an_unedited_script_with_votes(script: Path, launcher: str) -> None:
+    words = [str(script), *arguments(script, "aggregation=majority")]
+    if launcher == "accelerate launch":
+        # --cpu would start one process; --multi_gpu starts torchrun, with or without GPUs.
+        options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+        options += ["--num_cpu_threads_per_process=1", "--main_process_port=0"]
+        run_command([*RUN, *ACCELERATE, *options, *words])
+    elif launcher == "-m hf_dlion.launch":
+        run_script(2, ["-m", "hf_dlion.launch", *words])
+    else:
+        starter = script.parent / "starter.py"
+        starter.write_text(STARTER)
+        run_command([*RUN, "python", str(starter), *words], env={"PATH": "/usr/bin:/bin"})
+    texts = [(script.parent / f"result_{rank}.json").read_text() for rank in (0, 1)]
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])[1:] == ["DistributedLion", 2]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_bad_option_ends_every_rank_with_one_line(script: Path) -> None:
+    words = ["-m", "hf_dlion.launch", str(script), *arguments(script, "agregation=average")]
+    done = run_script(2, words, timeout=60, check=False)
+    assert done.returncode != 0
+    # torchrun may have ended one of the ranks before it could print.
+    assert 1 <= len(re.findall(r"hf-dlion: optim_args.*aggregation", done.stderr)) <= 2
+    assert "parse_args_into_dataclasses" not in done.stderr
+    assert not list(script.parent.glob("result_*"))
+
+
+def test_another_error_keeps_its_traceback() -> None:
+    program = "import transformers.training_args\nraise ValueError('about something else')"
+    done = output_of([*RUN, sys.executable, "-c", program], code=1)
+    assert "Traceback" in done.stderr
+
+
+def test_a_transformers_without_the_table_of_optimizers_is_named(tmp_path: Path) -> None:
+    stub = tmp_path / "transformers"
+    stub.mkdir()
+    (stub / "__init__.py").write_text("__version__ = '4.50.0'")
+    (stub / "training_args.py").write_text(
+        "class TrainingArguments:\n    def __post_init__(self): pass"
+    )
+    program = "import transformers.training_args; print('works')"
+    done = output_of([*RUN, sys.executable, "-c", program], PYTHONPATH=str(tmp_path))
+    assert done.stdout == "works\n"
+    assert "which transformers 4.50.0 doesn't have" in done.stderr
