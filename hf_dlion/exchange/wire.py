@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hf_dlion.exchange.lost_ranks as lost_ranks
+
 # torch 2.13 renamed this function and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -54,15 +56,27 @@ class Pending:
     work: dist.Work
     what: str
     group: dist.ProcessGroup
+    blocks: bool  # Whether `work.wait()` makes the host wait, as gloo does, and not a stream.
 
     def wait(self) -> None:
         """Waits until the collective is done; raises LostRank if another rank ended or stalled."""
         try:
+            if self.blocks and len(dist.get_process_group_ranks(self.group)) > 2:
+                self._wait_with_the_others()
             self.work.wait()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise lost(self.what, self.group, error) from error
+
+    def _wait_with_the_others(self) -> None:
+        """Waits, but not after another rank has lost one, which may not be this rank's neighbor."""
+        while not self.work.is_completed():
+            try:
+                self.work.wait(datetime.timedelta(seconds=lost_ranks.LOOK_S))
+            except RuntimeError:  # Not yet, or the error that `wait` raises next.
+                if not self.work.is_completed() and lost_ranks.was_reported(self.group):
+                    raise RuntimeError("another rank of the group has raised LostRank") from None
 
 
 @dataclass
@@ -330,7 +344,8 @@ class Wire:
             work = collective(*tensors, group=self.group, async_op=True)
         except dist.DistError as error:
             raise lost(what, self.group, error) from error
-        return Pending(work, what, self.group)
+        blocks = self._backends.get(tensors[0].device.type) == "gloo"
+        return Pending(work, what, self.group, blocks)
 
     def _count_to_each(self, size: int) -> None:
         """Counts `size` bytes to every other rank."""
@@ -357,11 +372,17 @@ def _repr(value: object) -> str:
 
 
 def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
-    """Returns the error that replaces a backend's error while this rank waited for `what`."""
-    ranks = dist.get_process_group_ranks(group)
-    other_ranks = [rank for rank in ranks if rank != dist.get_rank()]
+    """Returns the error that replaces a backend's error while this rank waited for `what`.
+
+    It names the ranks that haven't lost one themselves.
+    """
+    silent, world_size = lost_ranks.report(group), len(dist.get_process_group_ranks(group))
+    named = named_ranks(silent)
+    if not silent or len(silent) == world_size - 1 > 1:  # No rank has reported.
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        named = f"one of {named_ranks(others)}"
     return LostRank(
-        f"rank {dist.get_rank()} lost {named_ranks(other_ranks)} while waiting for {what}: a rank "
+        f"rank {dist.get_rank()} lost {named} while waiting for {what}: a rank "
         f"ended, left the training loop, skipped a step, or stalled for longer than the process "
         f"group's timeout of {timeout_of(group)}. Read the output of the rank that ended first, "
         f"and give every rank the same number of steps. Parameters may have moved in part, so "
