@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -47,7 +47,7 @@ def report(group: dist.ProcessGroup) -> list[int]:
     ranks = dist.get_process_group_ranks(group)
     silent = [rank for rank in ranks if rank != dist.get_rank()]
 
-    def write(store: dist.Store) -> bool:
+    def write(store: Any) -> bool:
         store.set(_key(group, str(dist.get_rank())), "lost")
         store.set(_key(group, "any"), "lost")
         return True
@@ -56,9 +56,11 @@ def report(group: dist.ProcessGroup) -> list[int]:
         return silent
     deadline = time.monotonic() + REPORTS_S
     while len(silent) > 1 and time.monotonic() < deadline:
-        keys = {rank: _key(group, str(rank)) for rank in silent}
-        found = _ask(lambda store, keys=keys: [r for r in keys if not store.check([keys[r]])])
-        if found is None:
+
+        def still_silent(store: Any) -> list[int]:
+            return [rank for rank in ranks if not store.check([_key(group, str(rank))])]
+
+        if (found := _ask(still_silent)) is None:
             break
         silent = found
         time.sleep(0.1)
@@ -75,7 +77,7 @@ def _key(group: dist.ProcessGroup, name: str) -> str:
     return f"hf_dlion/lost/{number}/{members}/{name}"
 
 
-def _ask(question: Callable[[dist.Store], T]) -> T | None:
+def _ask(question: Callable[[Any], T]) -> T | None:
     """Returns the answer of the default group's store; None if there is no answer in time."""
     world = dist.group.WORLD
     if world is None or world in _mute:
