@@ -17,7 +17,7 @@ from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
-from hf_dlion.trainer.prepare import prepare
+from hf_dlion.trainer.prepare import prepare, warn_about_other_optimizer
 from hf_dlion.vote.local_steps import vote_every_for
 
 logger = logging.get_logger(__name__)
@@ -58,6 +58,7 @@ class DistributedLionCallback(TrainerCallback):
         """
         lion, trainer = find_optimizer(optimizer), self._trainer
         if lion is None:
+            warn_about_other_optimizer(trainer, optimizer)
             return
         prepare(lion, trainer)
         _warn_about_waits(lion, trainer, train_dataloader)
@@ -194,6 +195,10 @@ def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) 
         "counts the input tokens that all ranks have seen": (
             args.include_num_input_tokens_seen != "no",
             "include_num_input_tokens_seen='no'",
+        ),
+        "counts the tokens that all ranks train on": (
+            getattr(args, "include_tkps", False),  # axolotl's
+            "include_tkps: false",
         ),
         "asks all ranks whether to save just in time": (
             args.enable_jit_checkpoint,

@@ -49,6 +49,15 @@ logger = logging.get_logger(__name__)
 
 # The file that transformers writes last into a checkpoint.
 TRAINER_STATE = "trainer_state.json"
+# Callbacks that never look at weights between two exchanges.
+_NEVER_LOOK = (
+    *("transformers.", "hf_dlion.", "llamafactory.train.callbacks.", "swift.trainers.patcher."),
+    *("swift.callbacks.perf_log.", "swift.callbacks.early_stop.", "axolotl.telemetry.callbacks."),
+    *("axolotl.utils.callbacks.tokens_per_second.", "axolotl.utils.callbacks.profiler."),
+    *("axolotl.utils.callbacks.GCCallback", "axolotl.utils.callbacks.LossWatchDogCallback"),
+    "axolotl.utils.callbacks.SaveModelOnFirstStepCallback",
+    "axolotl.utils.callbacks.SkipEvalOnResumeCallback",
+)
 _INSTALLED = "_hf_dlion_installed"
 
 
@@ -383,7 +392,8 @@ def _event(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs:
 
 def _may_look(callback: TrainerCallback) -> bool:
     """Returns whether a callback may look at weights, as TRL's, which copy them, for example."""
-    return not type(callback).__module__.startswith(("transformers.", "hf_dlion."))
+    kind = type(callback)
+    return not f"{kind.__module__}.{kind.__qualname__}".startswith(_NEVER_LOOK)
 
 
 def _holds(folder: str, name: str) -> bool:

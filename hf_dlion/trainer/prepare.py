@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
-from transformers import Trainer
+import torch.distributed as dist
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
 from hf_dlion.accelerate import refuse_unsupported, replicas_of
+from hf_dlion.exchange.wire import timeout_of
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.trainer.optim_args import OPTIM_NAME
 
 logger = logging.get_logger(__name__)
 
@@ -36,12 +40,45 @@ def refuse(trainer: Trainer) -> None:
     refuse_unsupported(trainer.accelerator, *(way for way, used in ways.items() if used))
 
 
+def warn_about_timeout(args: TrainingArguments) -> None:
+    """Warns on rank 0 if the process group has another timeout than the arguments ask for.
+
+    With `use_cpu`, transformers passes `ddp_timeout` to nobody; it also can't change a group that
+    was initialized before.
+    """
+    if args.world_size == 1 or args.process_index or not dist.is_initialized():
+        return
+    asked, group = datetime.timedelta(seconds=args.ddp_timeout), dist.group.WORLD
+    default = type(args).__dataclass_fields__["ddp_timeout"].default
+    timeout = None if group is None else timeout_of(group)
+    if timeout is not None and asked != timeout and args.ddp_timeout != default:
+        seconds, backend = f"{args.ddp_timeout:g}", dist.get_backend(group)
+        logger.warning_once(
+            f"ddp_timeout={seconds} has no effect: the process group has a timeout of "
+            f"{timeout.total_seconds():g} seconds. Before you make TrainingArguments, call "
+            f"torch.distributed.init_process_group({backend!r}, "
+            f"timeout=datetime.timedelta(seconds={seconds}))"
+        )
+
+
+def warn_about_other_optimizer(trainer: Trainer, optimizer: Any) -> None:
+    """Warns on rank 0 if the arguments ask for this optimizer, and another one trains."""
+    if trainer.args.optim == OPTIM_NAME and trainer.is_world_process_zero():
+        inner = getattr(optimizer, "optimizer", optimizer)
+        logger.warning_once(
+            f"optim={OPTIM_NAME!r} isn't used: {type(inner).__name__} trains, and DDP averages "
+            f"gradients. It was passed to Trainer(optimizers=...), or an option such as "
+            f"LLaMA-Factory's use_muon or ms-swift's --optimizer made it. Leave that option out"
+        )
+
+
 def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     """Names the optimizer's parameters and attaches it; warns if it has no votes to exchange.
 
     Raises what `refuse` and `attach` raise.
     """
     refuse(trainer)
+    warn_about_timeout(trainer.args)
     model: Any = trainer.model
     lion._name_parameters(model)  # One process has no wrapper to attach.
     wrapped = trainer.model_wrapped

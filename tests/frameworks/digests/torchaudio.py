@@ -1,0 +1,1 @@
+"""Stands for torchaudio, whose wheels need the libraries of CUDA; no recipe has sound."""
