@@ -9,7 +9,7 @@ the hook averages gradients over all ranks, as DDP does without a hook.
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Owner(Protocol):
@@ -152,19 +154,20 @@ def attach(model: nn.Module, owner: Owner) -> None:
     same point, outside of `no_sync()`.
 
     Args:
-        model: A `DistributedDataParallel`, or what `torch.compile` returns for one.
+        model: A `DistributedDataParallel`, or a module that has one in it.
         owner: The optimizer.
 
     Raises:
         TypeError: If `model` isn't a wrapper.
-        ValueError: If `owner` has none of the wrapper's parameters, or uses other groups of ranks.
+        ValueError: If `owner` has none of the wrapper's parameters, or uses other groups of ranks;
+            or if there are several wrappers.
         RuntimeError: If trainable parameters have no owner, or the wrapper reduces gradients in a
             way that a hook can't replace.
     """
     ddp = wrapper_in(model)
     if ddp is None:
         raise TypeError(
-            "attach() needs a DistributedDataParallel, or torch.compile of one (got "
+            "attach() needs a DistributedDataParallel, or a module with one in it (got "
             f"{type(model).__name__}): wrap the model first"
         )
     _refuse_other_reductions(ddp)
@@ -214,12 +217,31 @@ def detach(owner: Owner) -> None:
 
 
 def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
-    """Returns the wrapper that `model` is, or that `torch.compile` made it of; None without one."""
-    # A wrapper of regionally compiled layers is one, and also has `_orig_mod`.
-    for module in (model, getattr(model, "_orig_mod", None)):
-        if isinstance(module, DistributedDataParallel):
-            return module
-    return None
+    """Returns the wrapper that `model` is, or the only one in it; None without one.
+
+    torch.compile, Fabric, and Accelerate put a wrapper into other modules.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    return only_one(model, DistributedDataParallel)
+
+
+def only_one(model: nn.Module, kind: type[M]) -> M | None:
+    """Returns the module of a class that `model` is, or the only outermost one in it.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    inner = {part for module in found for part in module.modules() if part is not module}
+    outermost = [module for module in found if module not in inner]
+    if len(outermost) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(outermost)} modules of class {kind.__name__}, none "
+            f"in another: call attach() with each of them"
+        )
+    return outermost[0] if outermost else None
 
 
 def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+import hf_dlion.ddp as ddp
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor, or the tensor; waits if it is still on its way."""
@@ -146,8 +148,9 @@ def reshard(models: Sequence[nn.Module]) -> None:
 
 
 def sharded_model(model: nn.Module) -> nn.Module | None:
-    """Returns a model that was sharded, before or after `torch.compile`; None for another model."""
-    for found in (model, getattr(model, "_orig_mod", None)):
-        if isinstance(found, nn.Module) and isinstance(found, FSDPModule):
-            return found
-    return None
+    """Returns the sharded model that `model` is, or the only one in it; None without one.
+
+    Raises:
+        ValueError: If there are several, none in another.
+    """
+    return ddp.only_one(model, cast("type[nn.Module]", FSDPModule))

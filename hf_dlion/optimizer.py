@@ -211,8 +211,9 @@ class DistributedLion(torch.optim.Optimizer):
         model.
 
         Args:
-            model: A `DistributedDataParallel` or an FSDP2 model, or what `torch.compile` returns
-                for one.
+            model: A `DistributedDataParallel` or an FSDP2 model, or a module that has exactly one
+                in it, such as what `torch.compile`, `Fabric.setup`, `accelerator.prepare`, or Ray's
+                `prepare_model` returns.
 
         Raises:
             TypeError: If `model` isn't a DDP wrapper or an FSDP2 model.

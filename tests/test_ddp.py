@@ -341,8 +341,34 @@ def test_a_wrapper_of_compiled_regions_is_attached_itself(rank: int) -> None:
     assert is_local(ddp, rank)
 
 
+class Outer(nn.Module):
+    """A module around another, such as what Fabric.setup() returns."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+
+@on_ranks(2)
+def test_the_only_wrapper_in_other_modules_is_attached_and_several_are_refused(rank: int) -> None:
+    ddp, other = DistributedDataParallel(Model()), DistributedDataParallel(Model())
+    for around in (
+        torch.compile,
+        Outer,
+        lambda it: Outer(Outer(torch.compile(it)), nn.Linear(2, 2)),
+    ):
+        owner = Owner(ddp.parameters())
+        attach(around(ddp), owner)
+        assert attached_wrappers(owner) == [ddp]
+        assert is_local(ddp, rank)
+        detach(owner)
+    said = error_of(attach, Outer(ddp, other), owner)
+    assert said.startswith("ValueError: Outer has 2 modules of class DistributedDataParallel")
+    assert attached_wrappers(owner) == []
+
+
 REFUSED = {
-    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or torch.compile of one (g",
+    "no wrapper": "TypeError: attach() needs a DistributedDataParallel, or a module with one",
     "other model": "ValueError: the optimizer holds none of the 4 trainable parameters",
     "unowned": "RuntimeError: 2 trainable parameters of the DDP wrapper belong to no attached opt",
     "hook": "RuntimeError: the DDP wrapper already has the communication hook 'allreduce_hook'",

@@ -1,6 +1,7 @@
 """Writes a digest of the trained weights into $DIGESTS when a Trainer has trained.
 
-It also stands for a user's own sitecustomize.py, which `hf-dlion run` must not hide.
+It also changes two things that frameworks do for GPUs only, whatever the optimizer, and stands for
+a user's own sitecustomize.py, which `hf-dlion run` must not hide.
 """
 
 import functools
@@ -42,6 +43,19 @@ def _wrap(trainer_class):
         return load(*args, **kwargs)
 
     torch.load = load_on_cpu
+
+    from transformers import PreTrainedModel
+
+    from_pretrained = PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(from_pretrained)
+    def from_pretrained_on_cpu(cls, *args, **kwargs):
+        # axolotl asks for the GPU with the rank's number.
+        if kwargs.get("device_map") in ({"": 0}, {"": 1}):
+            del kwargs["device_map"]
+        return from_pretrained(cls, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained_on_cpu)
 
     @functools.wraps(original)
     def train(self, *args, **kwargs):
