@@ -261,7 +261,7 @@ class Peers:
         self._compared_loads, self.momenta_equal = self._loads, False
 
     def count_abstentions(self, mine: Mine, *, only_this_rank: bool) -> None:
-        """Counts the ranks that abstain from a step.
+        """Counts the ranks that abstain from a step, or have no gradient while others have.
 
         With local steps each rank counts only its own, because they don't communicate, and a later
         step checks the count.
@@ -272,16 +272,16 @@ class Peers:
         ranks = self.ranks
         if ranks is not None and only_this_rank:
             everyone = range(ranks.everyone.world_size)
-            finite = [mine.finite or rank != ranks.everyone.rank for rank in everyone]
+            votes = [mine.finite or rank != ranks.everyone.rank for rank in everyone]
         else:
             voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
-            finite = [mine.agreed.finite[voter] for voter in voter_of_rank]
-        before, limit = self._abstained or [0] * len(finite), self._lion.options.max_abstained_steps
+            votes = [mine.agreed.votes[voter] for voter in voter_of_rank]
+        before, limit = self._abstained or [0] * len(votes), self._lion.options.max_abstained_steps
         # A count at the limit stays until it is checked.
         self._abstained = [
-            n if n >= limit else 0 if ok else n + 1 for ok, n in zip(finite, before, strict=True)
+            n if n >= limit else 0 if ok else n + 1 for ok, n in zip(votes, before, strict=True)
         ]
-        self.wire.abstentions += finite.count(False)
+        self.wire.abstentions += votes.count(False)
         if not self._lion.schedule.is_local:  # Whose counts may differ between ranks.
             self._check_abstentions()
 
@@ -292,8 +292,8 @@ class Peers:
             named = named_ranks(those) if self.ranks is None else self.ranks.everyone.named(those)
             self._abstained = []
             raise RuntimeError(
-                f"gradients of {named} held a NaN or an Inf in {longest} steps in a "
-                f"row: lower the learning rate, check that rank's data, or raise "
+                f"gradients of {named} held a NaN or an Inf in {longest} steps in a row, or were "
+                f"all missing: lower the learning rate, check that rank's data, or raise "
                 f"max_abstained_steps ({limit})"
             )
 

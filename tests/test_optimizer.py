@@ -311,6 +311,28 @@ def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_without_any_gradient_counts_as_abstaining_if_another_has_some(rank: int) -> None:
+    """Gradients are None on rank 1, as after ms-swift's guard against NaN, and then on both."""
+    params = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizer = DistributedLion(params, lr=0.1, max_abstained_steps=3)
+    params[rank].grad = torch.ones(64)  # Each rank has one, so both vote.
+    optimizer.step()
+    assert optimizer.wire.abstentions == 0
+    params[0].grad, params[1].grad = (torch.ones(64), None) if rank == 0 else (None, None)
+    for count in (1, 2):
+        optimizer.step()
+        assert optimizer.wire.abstentions == count
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.wire.abstentions == 2
+    for _ in range(3):
+        params[0].grad = torch.ones(64) if rank == 0 else None
+        said = error_of(optimizer.step)
+    assert said.startswith("RuntimeError: gradients of rank 1 held a NaN or an Inf in 3 steps in a")
+    assert "or were all missing" in said
+
+
+@on_ranks(2)
 def test_a_parameter_that_is_not_a_leaf_can_be_trained(rank: int) -> None:
     param = nn.Parameter(torch.ones(64)) * 2
     param.retain_grad()

@@ -284,7 +284,9 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
     if header.step != lion.steps and (lion.steps or lion.state):
         raise CheckpointError(
             f"{path} was saved after step {header.step}, but the optimizer is at step "
-            f"{lion.steps}: first load the optimizer's state_dict() of the same checkpoint"
+            f"{lion.steps}. In your own loop, first load the optimizer's state_dict() of the same "
+            f"checkpoint. Trainer and Accelerate have loaded it, so this folder mixes two saves: "
+            f"resume from another one, or copy all files of one save into it"
         )
     if lion.schedule.states:
         raise CheckpointError(

@@ -112,6 +112,15 @@ class Agreed:
         rows = [row for finite, row in zip(self.finite, self.present, strict=True) if finite]
         return [sum(column) for column in zip(*rows, strict=True)]
 
+    @property
+    def votes(self) -> list[bool]:
+        """Whether each rank votes: its gradients are finite, and it has one, unless none has."""
+        some = [any(row) for row in self.present]
+        return [
+            finite and (has_one or not any(some))
+            for finite, has_one in zip(self.finite, some, strict=True)
+        ]
+
     def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
         """Returns the result by voter, which has a gradient if all of its ranks have it."""
         voters: list[list[int]] = [[] for _ in range(max(voter_of_rank) + 1)]

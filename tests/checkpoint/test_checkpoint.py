@@ -673,7 +673,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
     ),
     "renamed": (copy("new", 0), rf"{FILE} holds the momentum of rank 0 of 2: restore"),
     "other run": (copy("new1", 1), rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load"),
-    "other step": (copy("later", 1), rf"{FILE} was saved after step 3, but the .* step 2: first"),
+    "other step": (
+        copy("later", 1),
+        rf"{FILE} was saved after step 3, but the .* step 2. In your own loop, first",
+    ),
     "none": (each(Path.unlink), r"_[01]_of_2\.safetensors: momenta were not saved\. Save"),
     "no folder": (lambda p: p.parent.rename(p.parents[1] / "moved"), "no folder .*/new: check the"),
     # What fails is in `INSTEAD`.

@@ -44,13 +44,18 @@ def weights(folder: Path) -> list[list[torch.Tensor]]:
     return [torch.load(folder / f"weights_{rank}.pt") for rank in range(2)]
 
 
-def test_the_callback_trains_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("validates", [True, False])
+def test_the_callback_trains_and_resumes_with_the_same_bits(
+    tmp_path: Path, validates: bool
+) -> None:
+    """Saves between two exchanges, if no validation exchanges before."""
     callback, program = BLOCKS[:2]
     (tmp_path / "dlion_callback.py").write_text(callback)
     program = program.replace(
         'accelerator="auto",\n        devices="auto"', 'accelerator="cpu", devices=2'
     )
-    program = program.replace("callbacks=[", "callbacks=[saver, ")
+    kept = "callbacks=[saver, " if validates else "limit_val_batches=0, callbacks=[saver, "
+    program = program.replace("callbacks=[", kept)
     program = program.replace("import lightning as L\n", f"import lightning as L\n{RESUMABLE}", 1)
     program = program.replace(
         "batch_size=8))\n", "batch_size=8), ckpt_path=(sys.argv[1:] or [None])[0])\n"
