@@ -31,6 +31,7 @@ from hf_dlion.options import (
 )
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Kind, gather_bools
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.full_precision import step_in_full
 from hf_dlion.vote.idle_rows import AGE, survey
 from hf_dlion.vote.layout import (
@@ -46,7 +47,7 @@ from hf_dlion.vote.layout import (
 from hf_dlion.vote.local_steps import schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
 from hf_dlion.vote.state_dict import Loading, momenta_only
-from hf_dlion.vote.step import Mine, Turn, plain_lion, vote
+from hf_dlion.vote.step import Mine, plain_lion, vote
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -274,8 +275,8 @@ class DistributedLion(torch.optim.Optimizer):
         ranks = self.peers.ranks
         if ranks is None or ranks.voters.world_size == 1:
             return
-        counts, turn = mine.agreed.counts, self._turn(0)
-        number, texts = self.schedule.exchange(mine.layout, counts, turn, ranks)
+        counts, context = mine.agreed.counts, self._context(0)
+        number, texts = self.schedule.exchange(mine.layout, counts, context, ranks)
         self._run_periodic_tasks(number)
         mine.layout.release()
         for text in texts:
@@ -364,7 +365,7 @@ class DistributedLion(torch.optim.Optimizer):
         number = 0
         if is_own:
             assert ranks is not None
-            number, more = self.schedule.take(mine, self._turn(1), ranks)
+            number, more = self.schedule.take(mine, self._context(1), ranks)
             texts += more
         elif any(agreed.counts):
             number = self._vote(mine)
@@ -374,25 +375,30 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _vote(self, mine: Mine) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""
-        layout, agreed, turn, ranks = mine.layout, mine.agreed, self._turn(1), self.peers.ranks
-        layout.abstain(agreed.finite[turn.voter], agreed.present[turn.voter])
+        layout, agreed, context, ranks = (
+            mine.layout,
+            mine.agreed,
+            self._context(1),
+            self.peers.ranks,
+        )
+        layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.counts, strict=True):
             slot.target = slot.p if count else None
         if ranks is None or ranks.voters.world_size == 1:
-            turn.age_rows(layout.slots)
-            plain_lion([*layout.messages, *layout.full], turn)
+            context.age_rows(layout.slots)
+            plain_lion([*layout.messages, *layout.full], context)
         else:
-            turn.age_rows(slot for slot in layout.slots if not slot.full)
-            vote(layout, turn, ranks)
+            context.age_rows(slot for slot in layout.slots if not slot.full)
+            vote(layout, context, ranks)
             if layout.full:
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
                     slot.momentum = self._flat_momentum(slot.param) if slot.full else None
-                step_in_full(layout, agreed, ranks.voters, turn, equal=self.peers.momenta_equal)
+                step_in_full(layout, agreed, ranks.voters, context, equal=self.peers.momenta_equal)
                 self.peers.momenta_equal = True
         for group in self.param_groups:
-            group["step"] = turn.step
-        return turn.step
+            group["step"] = context.step
+        return context.step
 
     def _run_periodic_tasks(self, number: int) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
@@ -409,7 +415,7 @@ class DistributedLion(torch.optim.Optimizer):
                     slot.momentum = self._flat_momentum(slot.param)
                     size = fsdp.largest_part(slot.param)
                     momenta.append(Momentum(slot, size, self.state[slot.param]))
-            synchronize(momenta, replace(self._turn(0), step=number), ranks)
+            synchronize(momenta, replace(self._context(0), step=number), ranks)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
             self.peers.compare_replicas()
 
@@ -444,11 +450,11 @@ class DistributedLion(torch.optim.Optimizer):
             if "divergence" in self.state.get(p, {})
         }
 
-    def _turn(self, ahead: int) -> Turn:
-        """Returns the turn of the last step that was counted, or of one that is ahead."""
+    def _context(self, ahead: int) -> StepContext:
+        """Returns the context of the last step that was counted, or of one that is ahead."""
         step, ranks = self.steps + ahead, self.peers.ranks
         voter, voters = (0, 1) if ranks is None else (ranks.voter, ranks.voters.world_size)
-        return Turn(
+        return StepContext(
             step=step, voter=voter, voters=voters, options=self.options,
             groups=self.param_groups, state=self.state, scratch=self._scratch,
         )  # fmt: skip

@@ -32,10 +32,11 @@ from hf_dlion.exchange import routes
 from hf_dlion.exchange.routes import Verdict, wire_bytes
 from hf_dlion.exchange.rule import Average, Majority, count
 from hf_dlion.ranks.meeting import HEADER_BYTES
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.idle_rows import survey
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_gradient, flat_view
 from hf_dlion.vote.momentum_sync import slice_of
-from hf_dlion.vote.step import Turn, direction, encode, move
+from hf_dlion.vote.step import direction, encode, move
 
 
 class Workers(ABC):
@@ -142,8 +143,10 @@ class Votes(Workers):
         for message, *everyone in zip(self._layout.messages, *votes, strict=True):
             voters = torch.stack([vote.active for vote in everyone]).sum(dim=0)
             planes, by_word = [list(vote.planes) for vote in everyone], message.rows.by_word(voters)
-            turn = self._turn(0)
-            move(message, Verdict(count(planes, by_word, rule, turn.phase), voters), rule, turn)
+            context = self._context(0)
+            move(
+                message, Verdict(count(planes, by_word, rule, context.phase), voters), rule, context
+            )
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
@@ -154,19 +157,21 @@ class Votes(Workers):
 
     def _encoded(self, rank: int, grads: list[Tensor | None]) -> list[routes.Votes]:
         """Returns a rank's votes of all messages; it abstains if a gradient isn't finite."""
-        turn, slots = self._turn(rank), self._layout.slots
+        context, slots = self._context(rank), self._layout.slots
         for slot, grad, momentum in zip(slots, grads, self._momenta[rank], strict=True):
             slot.grad = None if grad is None else flat_gradient("", grad, slot.param)
             slot.momentum = None if grad is None else momentum
         if not survey(slots):
             grads[:] = [None] * len(grads)
             self._layout.abstain(False, grads)
-        turn.age_rows(slots)
-        source = partial(direction, turn=turn)
-        return [encode(message, turn, source, bits=turn.bits) for message in self._layout.messages]
+        context.age_rows(slots)
+        source = partial(direction, context=context)
+        return [
+            encode(message, context, source, bits=context.bits) for message in self._layout.messages
+        ]
 
-    def _turn(self, rank: int) -> Turn:
-        return Turn(
+    def _context(self, rank: int) -> StepContext:
+        return StepContext(
             step=self._step, voter=rank, voters=len(self.workers),
             options=self._optimizer.options, groups=self._optimizer.param_groups,
             state=self._states[rank], scratch=self._scratch,

@@ -40,7 +40,7 @@ def sign_codes(u: Tensor, phase: int, out: Tensor) -> Tensor:
 
     Args:
         u: Direction, float32 or float64, shape (64 * W,).
-        phase: `Turn.zero_phase`, so a zero votes both ways over elements, steps, and ranks.
+        phase: `StepContext.zero_phase`, so a zero votes both ways over elements, steps, and ranks.
         out: Output, bool, shape of `u`, overwritten.
     """
     z = _thresholds(phase % 2, u.dtype, u.device)
@@ -67,7 +67,7 @@ def level_codes(
         u: Direction, float32 or float64, shape (64 * W,).
         magnitude: Mean of |u| for each word, dtype of `u`, shape (W,) (Lion Cub's scale).
         bits: Bits per vote: 2, 4, or 8.
-        phase: `Turn.zero_phase`, which decides the sign of an exact zero with 2 bits.
+        phase: `StepContext.zero_phase`, which decides the sign of an exact zero with 2 bits.
         out: Output, uint8, shape (2, 64 * W), overwritten; the first row is returned.
         scratch: Scratch memory, dtype and shape of `u`, overwritten.
     """
@@ -133,7 +133,7 @@ def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tens
     Args:
         u: Direction, shape (64 * W,).
         votes: Plane of the 1-bit votes of u, int64, shape (W,) (default: None, for other bits).
-        phase: `Turn.zero_phase`, as for the `sign_codes` of these votes.
+        phase: `StepContext.zero_phase`, as for the `sign_codes` of these votes.
     """
     if u.device.type != "cpu":
         return u.view(-1, WORD).ne(0).any(dim=1)

@@ -19,11 +19,12 @@ from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.vote import on_gpu
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.full_precision import set_means
 from hf_dlion.vote.layout import Layout, Message, Piece, Slot
 from hf_dlion.vote.quantized_mean import Mean, Scale, averaged
 from hf_dlion.vote.rounding import PARAMETERS
-from hf_dlion.vote.step import SAMPLE, Turn, in_lockstep
+from hf_dlion.vote.step import SAMPLE, in_lockstep
 
 # Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
 # where 2 to 8 bits have a level.
@@ -46,7 +47,7 @@ def exchange(
     counts: Sequence[int],
     decays: Sequence[float],
     paths: Sequence[float],
-    turn: Turn,
+    context: StepContext,
     ranks: Topology,
 ) -> list[str]:
     """Moves the parameters by the mean of how far the ranks moved; every rank must call this.
@@ -58,32 +59,32 @@ def exchange(
         counts: How many ranks had a finite gradient of each parameter in the period.
         decays: The factor D of each parameter group.
         paths: Sum of each group's lr over the period, how far its steps can have moved an element.
-        turn: The turn, whose step is the number of this exchange.
+        context: The context, whose step is the number of this exchange.
         ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) P for amounts, 8 (N - 1) more
             with nodes, those of `exchange.routes`, and of `full_precision.set_means`.
 
     Raises:
         Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
     """
-    voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[turn.bits]
-    by_voter, texts = _amounts_by_voter(layout, scale, paths, turn, ranks)
+    voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
+    by_voter, texts = _amounts_by_voter(layout, scale, paths, context, ranks)
     scale.set_magnitudes(layout.slots, by_voter)
     for slot, count, *found in zip(layout.slots, counts, *by_voter, strict=True):
         if not count and not any(found):  # No rank moved it.
             slot.target = None
     stats.drift = []
-    source = partial(displacement, turn=turn)
+    source = partial(displacement, context=context)
     tasks = []
     for message in layout.messages:
-        move = partial(move_message, message, decays, turn, stats)
-        tasks.append(averaged(message, scale, source, move, turn, ranks))
+        move = partial(move_message, message, decays, context, stats)
+        tasks.append(averaged(message, scale, source, move, context, ranks))
     in_lockstep(tasks)
     # Tensors of `full_precision` are averaged without votes.
     set_means(layout, "w", [voters.world_size] * len(layout.slots), voters)
     stats.lap("exchange_s", layout.device)
     for piece in (piece for message in layout.full for piece in message.pieces):
         if piece.has("target"):
-            _move(piece, piece.read("mean", turn.scratch), decays, turn)
+            _move(piece, piece.read("mean", context.scratch), decays, context)
     for slot in layout.slots:
         slot.mean = None
     stats.lap("apply_s", layout.device)
@@ -91,11 +92,11 @@ def exchange(
 
 
 def _amounts_by_voter(
-    layout: Layout, scale: Scale, paths: Sequence[float], turn: Turn, ranks: Topology
+    layout: Layout, scale: Scale, paths: Sequence[float], context: StepContext, ranks: Topology
 ) -> tuple[list[list[float]], list[str]]:
     """Returns the amount of each parameter by voter, and warnings of those that aren't finite."""
     found = [*layout.messages, *layout.full]
-    own = scale.amounts(layout.slots, found, partial(displacement, turn=turn), turn)
+    own = scale.amounts(layout.slots, found, partial(displacement, context=context), context)
     texts = []
     for k, slot in enumerate(layout.slots):
         if not math.isfinite(own[k]):
@@ -152,31 +153,31 @@ def _was_replaced(slot: Slot, amount: float, paths: Sequence[float]) -> bool:
     return amount > limit + rounding
 
 
-def displacement(piece: Piece, turn: Turn) -> Tensor:
+def displacement(piece: Piece, context: StepContext) -> Tensor:
     """Returns how far this rank's weights are from the anchor, in scratch memory."""
-    x, p = piece.read("x", turn.scratch), piece.read("target", turn.scratch)
-    w = torch.sub(x, p, out=piece.memory("direction", turn.scratch))
-    return w.sub_(piece.read("c", turn.scratch)) if piece.is_low else w
+    x, p = piece.read("x", context.scratch), piece.read("target", context.scratch)
+    w = torch.sub(x, p, out=piece.memory("direction", context.scratch))
+    return w.sub_(piece.read("c", context.scratch)) if piece.is_low else w
 
 
 def move_message(
-    message: Message, decays: Sequence[float], turn: Turn, stats: WireStats, mean: Mean
+    message: Message, decays: Sequence[float], context: StepContext, stats: WireStats, mean: Mean
 ) -> None:
     """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
     moving = [piece for piece in message.pieces if piece.has("target")]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
-        stats.drift.append(_drift(displacement(head, turn), mean.of(head), mean.own(head)))
+        stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.own(head)))
     if on_gpu.covers(message, mean.rule.ranks):
-        on_gpu.end_period(message, mean.verdict, mean.rule, decays, mean.scale.unit, turn)
+        on_gpu.end_period(message, mean.verdict, mean.rule, decays, mean.scale.unit, context)
         return
     for piece in moving:
-        _move(piece, mean.of(piece), decays, turn)
+        _move(piece, mean.of(piece), decays, context)
 
 
-def _move(piece: Piece, d: Tensor, decays: Sequence[float], turn: Turn) -> None:
-    p = piece.read("target", turn.scratch)
-    torch.sub(piece.read("x", turn.scratch), d, out=p).mul_(decays[piece.group])
-    piece.write("target", p, partial(turn.random, PARAMETERS))
+def _move(piece: Piece, d: Tensor, decays: Sequence[float], context: StepContext) -> None:
+    p = piece.read("target", context.scratch)
+    torch.sub(piece.read("x", context.scratch), d, out=p).mul_(decays[piece.group])
+    piece.write("target", p, partial(context.random, PARAMETERS))
 
 
 def _drift(w: Tensor, d: Tensor, sent: Tensor) -> Tensor:

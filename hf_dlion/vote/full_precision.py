@@ -13,13 +13,16 @@ from hf_dlion.exchange.codec import divided
 from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.idle_rows import AGE, survey
 from hf_dlion.vote.layout import Layout, Slot
 from hf_dlion.vote.momentum_sync import average_whole
-from hf_dlion.vote.step import Turn, plain_lion
+from hf_dlion.vote.step import plain_lion
 
 
-def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn, *, equal: bool) -> None:
+def step_in_full(
+    layout: Layout, agreed: Agreed, wire: Wire, context: StepContext, *, equal: bool
+) -> None:
     """Takes plain Lion's step on mean gradients; every voter must call this.
 
     The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
@@ -29,7 +32,7 @@ def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn, *, equa
     """
     slots = [slot for slot in layout.slots if slot.full]
     if not equal:
-        _equalize(slots, turn.state, wire)
+        _equalize(slots, context.state, wire)
     set_means(layout, "grad", agreed.counts, wire)
     for slot in slots:
         slot.grad = slot.mean
@@ -37,9 +40,9 @@ def step_in_full(layout: Layout, agreed: Agreed, wire: Wire, turn: Turn, *, equa
             slot.momentum = None
     # Rows of the mean and one random stream, so momenta stay equal on all voters.
     survey(slots)
-    turn = replace(turn, voter=0)
-    turn.age_rows(slots)
-    plain_lion(layout.full, turn, exact=True)
+    context = replace(context, voter=0)
+    context.age_rows(slots)
+    plain_lion(layout.full, context, exact=True)
     for slot in slots:
         slot.mean = None
 

@@ -31,10 +31,11 @@ from hf_dlion.ranks.agreement import HISTORY, Agreed, agree_in_node
 from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.displacement import exchange
 from hf_dlion.vote.layout import Layout, LocalState, Piece
 from hf_dlion.vote.rounding import COMPENSATIONS, PARAMETERS
-from hf_dlion.vote.step import Mine, Schedule, Turn, direction
+from hf_dlion.vote.step import Mine, Schedule, direction
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
 # the largest number that was tried in more than one period (docs/results.md).
@@ -191,21 +192,21 @@ class LocalSteps(Schedule):
             return False
         return kind is not Kind.STEP or any(agreed.counts)
 
-    def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
+    def take(self, mine: Mine, context: StepContext, ranks: Topology) -> tuple[int, list[str]]:
         """Takes a step of this rank's own, and exchanges if it is its turn; see `exchange`."""
         stats, device = ranks.voters.stats, mine.layout.device
         stats.lap("", device)
-        self.step(mine.layout, turn)
+        self.step(mine.layout, context)
         stats.lap("apply_s", device)
         self.period = self.next_period
-        for group in turn.groups:
-            group["step"] = turn.step
+        for group in context.groups:
+            group["step"] = context.step
         mine.layout.has_met = True
         if mine.kind is not Kind.EXCHANGE:
             return 0, []
-        return self.exchange(mine.layout, mine.agreed.counts, turn, ranks)
+        return self.exchange(mine.layout, mine.agreed.counts, context, ranks)
 
-    def step(self, layout: Layout, turn: Turn) -> None:
+    def step(self, layout: Layout, context: StepContext) -> None:
         """Takes a step on this rank's gradients, without communication.
 
         The first step of a period keeps anchors. Later, a parameter gets one after a header, which
@@ -216,18 +217,18 @@ class LocalSteps(Schedule):
                 slot.local = self.states[slot.param] = LocalState.of(slot.part)
             slot.local.used |= slot.grad is not None
             slot.target = None if slot.grad is None else slot.p
-        turn.age_rows(layout.slots)
+        context.age_rows(layout.slots)
         pieces = layout.pieces
         if any([piece.device.type != "cpu" for piece in pieces]):
-            own_step = partial(on_gpu.own_step, turn=turn)
+            own_step = partial(on_gpu.own_step, context=context)
             others = on_gpu.each_device([*layout.messages, *layout.full], own_step)
             pieces = [piece for message in others for piece in message.pieces]
         for piece in pieces:
             if piece.has("grad"):
-                _own_step(piece, turn)
+                _own_step(piece, context)
 
     def exchange(
-        self, layout: Layout, counts: Sequence[int], turn: Turn, ranks: Topology
+        self, layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
     ) -> tuple[int, list[str]]:
         """Ends the period; every rank must call this. Bytes: see `displacement.exchange`.
 
@@ -239,14 +240,14 @@ class LocalSteps(Schedule):
         """
         texts: list[str] = []
         if number := self.exchanges + 1 if any(counts) else 0:
-            stats, groups = ranks.voters.stats, turn.groups
+            stats, groups = ranks.voters.stats, context.groups
             stats.lap("", layout.device)
             for slot in layout.slots:
                 slot.target = None if slot.local is None else slot.p
             # Votes, and the rounding of what moves, depend on the number of the exchange.
             texts = exchange(
                 layout, counts, self.period.decays_of(groups), self.period.paths_of(groups),
-                replace(turn, step=number), ranks,
+                replace(context, step=number), ranks,
             )  # fmt: skip
             stats.exchanges += 1
         else:
@@ -296,18 +297,20 @@ class LocalSteps(Schedule):
         self.shown = False
 
 
-def _own_step(piece: Piece, turn: Turn) -> None:
+def _own_step(piece: Piece, context: StepContext) -> None:
     """Moves a piece's own weights by -lr * sign(u)."""
     # lr * sign(u) is exact, so a fused add rounds as two operations do.
-    sign, lr = direction(piece, turn).sign_(), float(turn.groups[piece.group]["lr"])
-    p = piece.read("target", turn.scratch)
+    sign, lr = direction(piece, context).sign_(), float(context.groups[piece.group]["lr"])
+    p = piece.read("target", context.scratch)
     if not piece.is_low:
-        piece.write("target", p.add_(sign, alpha=-lr), partial(turn.random, PARAMETERS))
+        piece.write("target", p.add_(sign, alpha=-lr), partial(context.random, PARAMETERS))
         return
-    y = torch.add(p, piece.read("c", turn.scratch), out=piece.memory("own", turn.scratch))
+    y = torch.add(p, piece.read("c", context.scratch), out=piece.memory("own", context.scratch))
     piece.write("target", y.add_(sign, alpha=-lr), None, without_infs=True)
-    left = y.sub_(piece.read("target", turn.scratch))
-    piece.write("c", left, partial(turn.random, COMPENSATIONS + turn.voter), without_infs=True)
+    left = y.sub_(piece.read("target", context.scratch))
+    piece.write(
+        "c", left, partial(context.random, COMPENSATIONS + context.voter), without_infs=True
+    )
 
 
 def _check_memory(layout: Layout) -> None:

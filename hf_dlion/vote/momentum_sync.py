@@ -16,10 +16,11 @@ from hf_dlion.exchange.rule import Average
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import ExchangeName, Options
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.layout import Message, Piece, Slot, messages
 from hf_dlion.vote.quantized_mean import Mean, Scale, averaged
 from hf_dlion.vote.rounding import SYNCHRONIZED
-from hf_dlion.vote.step import Turn, in_lockstep
+from hf_dlion.vote.step import in_lockstep
 
 # Levels of 4 bits reach 3.2 means of |m|. What is larger stays in a rank's own momentum.
 SCALE = Scale(4, of_largest=False, factor=1.6)
@@ -60,15 +61,15 @@ class Momentum:
         return float(self.state.get("divergence", 0.0))
 
 
-def synchronize(momenta: Sequence[Momentum], turn: Turn, ranks: Topology) -> None:
+def synchronize(momenta: Sequence[Momentum], context: StepContext, ranks: Topology) -> None:
     """Averages the momenta that are due; every rank must call this after the same step.
 
     With `vote_every=1` that is a slice of them in every step, and with local steps all of them in
-    every n-th exchange, whose number is the turn's step. The momenta are those that `momentum_sync`
+    every n-th exchange, whose number is `context.step`. The momenta are those that `momentum_sync`
     selects, or all for "auto", in the same order on all ranks. They are changed in place. Bytes per
-    rank: those of `average_momenta` or `average_in_bits`, and of `measure` when it is its turn.
+    rank: those of `average_momenta` or `average_in_bits`, and of `measure` if it measures.
     """
-    options, voters, number = turn.options, ranks.voters, turn.step
+    options, voters, number = context.options, ranks.voters, context.step
     every, steps = options.momentum_sync_every, options.vote_every
     if steps > 1:
         if number % every:
@@ -90,10 +91,10 @@ def synchronize(momenta: Sequence[Momentum], turn: Turn, ranks: Topology) -> Non
         part = (0, total) if steps > 1 else slice_of(total, every, number)
         average_momenta([m.flat for m in momenta], voters, *part)
     else:
-        average_in_bits([m.slot for m in momenta], turn, ranks)
+        average_in_bits([m.slot for m in momenta], context, ranks)
 
 
-def average_in_bits(slots: Sequence[Slot], turn: Turn, ranks: Topology) -> None:
+def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology) -> None:
     """Averages the slots' momenta, of which each voter sends 4 bits, in place.
 
     Every rank must call this. With q what a voter sends of its m, and d the mean of all q, m
@@ -102,27 +103,27 @@ def average_in_bits(slots: Sequence[Slot], turn: Turn, ranks: Topology) -> None:
     """
     if not slots:
         return
-    found, source = messages(slots), partial(momentum, turn=turn)
-    own = SCALE.amounts(slots, found, source, turn)
+    found, source = messages(slots), partial(momentum, context=context)
+    own = SCALE.amounts(slots, found, source, context)
     words = torch.tensor(own, dtype=torch.float64).view(torch.int64)
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
     SCALE.set_magnitudes(slots, table.tolist())
     ranks.voters.stats.lap("", found[0].device)
     in_lockstep([
-        averaged(m, SCALE, source, partial(move_momenta, m, turn), turn, ranks) for m in found
+        averaged(m, SCALE, source, partial(move_momenta, m, context), context, ranks) for m in found
     ])  # fmt: skip
 
 
-def momentum(piece: Piece, turn: Turn) -> Tensor:
+def momentum(piece: Piece, context: StepContext) -> Tensor:
     """Returns a piece's momentum."""
-    return piece.read("momentum", turn.scratch)
+    return piece.read("momentum", context.scratch)
 
 
-def move_momenta(message: Message, turn: Turn, mean: Mean) -> None:
+def move_momenta(message: Message, context: StepContext, mean: Mean) -> None:
     """Replaces what this voter sent of its momenta by the mean."""
-    random = partial(turn.random, SYNCHRONIZED + turn.voter)
+    random = partial(context.random, SYNCHRONIZED + context.voter)
     for piece in message.pieces:
-        m = piece.read("momentum", turn.scratch).add_(mean.of(piece)).sub_(mean.own(piece))
+        m = piece.read("momentum", context.scratch).add_(mean.of(piece)).sub_(mean.own(piece))
         piece.write("momentum", m, random, without_infs=True)
 
 

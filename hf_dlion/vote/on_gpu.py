@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from hf_dlion.exchange.launches import (
 )
 from hf_dlion.exchange.routes import Verdict, Votes
 from hf_dlion.exchange.rule import Average, Rule
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.layout import Message, Slot
 from hf_dlion.vote.rounding import COMPENSATIONS, MOMENTA, PARAMETERS, key_of
-
-if TYPE_CHECKING:
-    from hf_dlion.vote.step import Turn
 
 # So many elements of the layout have one key of random bits.
 _SAME_KEY = 1 << 33
@@ -111,17 +109,17 @@ def parts_of(message: Message) -> list[Part]:
 class Step:
     """A step by votes on one message; see `step.encode` and `step.move`."""
 
-    def __init__(self, message: Message, turn: Turn) -> None:
+    def __init__(self, message: Message, context: StepContext) -> None:
         """Fills the table; votes of several bits are encoded by torch."""
-        self._message, self._turn, table = message, turn, Table(message.device)
+        self._message, self._turn, table = message, context, Table(message.device)
         parts = parts_of(message)
-        encodes = turn.bits == 1
+        encodes = context.bits == 1
         voting = [part for part in parts if encodes and part.slot.grad is not None]
         moving = [part for part in parts if part.slot.target is not None]
-        numbers = _numbers(turn)
-        keys = {"key_m": _key(turn, MOMENTA + turn.voter)}
+        numbers = _numbers(context)
+        keys = {"key_m": _key(context, MOMENTA + context.voter)}
         self._encode = _lines(table, voting, _GRADIENTS, numbers, keys)
-        keys = {"key_p": _key(turn, PARAMETERS)}
+        keys = {"key_p": _key(context, PARAMETERS)}
         self._move = _lines(table, moving, ("target",), numbers, keys)
 
     def encode(self) -> Votes:
@@ -134,35 +132,35 @@ class Step:
         _by_verdict("move", self._move, verdict, ranks=ranks, rule=rule.name)
 
 
-def plain_lion(messages: Sequence[Message], turn: Turn) -> None:
+def plain_lion(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a step without votes on messages of one device; see `step.plain_lion`."""
-    keys = {"key_m": _key(turn, MOMENTA + turn.voter), "key_p": _key(turn, PARAMETERS)}
+    keys = {"key_m": _key(context, MOMENTA + context.voter), "key_p": _key(context, PARAMETERS)}
     parts = [part for message in messages for part in parts_of(message)]
     moving = [part for part in parts if part.slot.target is not None]
     table = Table(messages[0].device)
-    each_tile("step", _lines(table, moving, (*_GRADIENTS, "target"), _numbers(turn), keys))
+    each_tile("step", _lines(table, moving, (*_GRADIENTS, "target"), _numbers(context), keys))
 
 
-def own_step(messages: Sequence[Message], turn: Turn) -> None:
+def own_step(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a local step on messages of one device; see `LocalSteps.step`."""
     parts = [part for message in messages for part in parts_of(message)]
     moving = [own for own in parts if own.slot.grad is not None]
     keys = {
-        "key_m": _key(turn, MOMENTA + turn.voter),
-        "key_c": _key(turn, COMPENSATIONS + turn.voter),
+        "key_m": _key(context, MOMENTA + context.voter),
+        "key_c": _key(context, COMPENSATIONS + context.voter),
     }
-    numbers = {**_numbers(turn), "decay": lambda slot: 1.0}  # An exchange decays.
+    numbers = {**_numbers(context), "decay": lambda slot: 1.0}  # An exchange decays.
     table = Table(messages[0].device)
     each_tile("local step", _lines(table, moving, (*_GRADIENTS, "target", "c"), numbers, keys))
 
 
 def end_period(
     message: Message, verdict: Verdict, rule: Average, decays: Sequence[float],
-    unit: Callable[[Slot], float], turn: Turn,
+    unit: Callable[[Slot], float], context: StepContext,
 ) -> None:  # fmt: skip
     """Moves a message's parameters by an exchange of local steps; see `displacement`."""
     numbers = {"unit": unit, "decay": lambda slot: decays[slot.group]}
-    keys = {"key_p": _key(turn, PARAMETERS)}
+    keys = {"key_p": _key(context, PARAMETERS)}
     moving = [part for part in parts_of(message) if part.slot.x is not None]
     lines = _lines(Table(message.device), moving, ("target", "x"), numbers, keys)
     _by_verdict("exchange", lines, verdict, ranks=rule.ranks, top=rule.top)
@@ -244,7 +242,7 @@ def _old(part: Part) -> int:
     return 0 if old is None else old.data_ptr() + (part.start // WORD - skipped) // row_words
 
 
-def _votes(kind: str, message: Message, lines: list[Lines], turn: Turn) -> Votes:
+def _votes(kind: str, message: Message, lines: list[Lines], context: StepContext) -> Votes:
     """Returns a message's votes on what `kind` encodes, packed for every route."""
     rows, words = message.rows, message.words
     flags = torch.zeros(rows.count, dtype=torch.int8, device=message.device)
@@ -253,7 +251,7 @@ def _votes(kind: str, message: Message, lines: list[Lines], turn: Turn) -> Votes
     size = before + words + MOST_RANKS
     packed = torch.empty(size, dtype=torch.int64, device=message.device)
     planes = packed[before:]
-    each_tile(kind, lines, planes=planes, rows=flags, phase=turn.zero_phase)
+    each_tile(kind, lines, planes=planes, rows=flags, phase=context.zero_phase)
     abstain(rows.lines, words, planes, flags, packed)
     return Votes(planes[:words].view(1, -1), flags.view(torch.bool), rows, packed)
 
@@ -268,10 +266,10 @@ def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -
     each_tile(kind, lines, planes=planes, stride=stride, rows=rows, **given)
 
 
-def _numbers(turn: Turn) -> dict[str, Callable[[Slot], float]]:
+def _numbers(context: StepContext) -> dict[str, Callable[[Slot], float]]:
     """Returns the columns of a step's numbers."""
     by_group: list[dict[str, float]] = []
-    for group in turn.groups:  # Once for each, because a rate may be a tensor on the GPU.
+    for group in context.groups:  # Once for each, because a rate may be a tensor on the GPU.
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         decay = 1 - lr * float(group["weight_decay"])
         by_group.append({"w1": 1 - beta1, "w2": 1 - beta2, "lr": lr, "decay": decay})
@@ -282,5 +280,5 @@ def _numbers(turn: Turn) -> dict[str, Callable[[Slot], float]]:
     return {name: functools.partial(number, name=name) for name in ("w1", "w2", "lr", "decay")}
 
 
-def _key(turn: Turn, stream: int) -> Callable[[int], int]:
-    return lambda number: key_of(number, turn.step, turn.options.seed, stream)
+def _key(context: StepContext, stream: int) -> Callable[[int], int]:
+    return lambda number: key_of(number, context.step, context.options.seed, stream)

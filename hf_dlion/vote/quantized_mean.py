@@ -20,8 +20,9 @@ from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average
 from hf_dlion.ranks.fingerprint import numbers
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.layout import Message, Piece, Slot
-from hf_dlion.vote.step import Source, Task, Turn, encode, tensor_maxima, tensor_sums
+from hf_dlion.vote.step import Source, Task, encode, tensor_maxima, tensor_sums
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ class Scale:
         return {1: a, 2: 0.75 * a, 4: a / 7, 8: a / 127}[self.bits]
 
     def amounts(
-        self, slots: Sequence[Slot], messages: Sequence[Message], source: Source, turn: Turn
+        self,
+        slots: Sequence[Slot],
+        messages: Sequence[Message],
+        source: Source,
+        context: StepContext,
     ) -> list[float]:
         """Returns the largest |w| of each slot on this rank, or the mean of |w|.
 
@@ -53,7 +58,7 @@ class Scale:
         """
         if self.of_largest:
             return numbers(tensor_maxima(slots, messages, source))
-        sums, counts = map(numbers, tensor_sums(slots, messages, source, turn))
+        sums, counts = map(numbers, tensor_sums(slots, messages, source, context))
         return [total / count for total, count in zip(sums, counts, strict=True)]
 
     def set_magnitudes(self, slots: Sequence[Slot], by_voter: Iterable[Sequence[float]]) -> None:
@@ -78,11 +83,11 @@ class Mean:
     verdict: Verdict
     rule: Average
     scale: Scale
-    turn: Turn
+    context: StepContext
 
     def of(self, piece: Piece) -> Tensor:
         """Returns d of a piece, in scratch memory."""
-        out, rows = piece.memory("mean", self.turn.scratch), self.votes.rows
+        out, rows = piece.memory("mean", self.context.scratch), self.votes.rows
         active = None
         if self.verdict.active is not None:
             active = rows.by_word(self.verdict.active, piece.words)
@@ -90,7 +95,7 @@ class Mean:
 
     def own(self, piece: Piece) -> Tensor:
         """Returns unit * q of a piece, which this voter sent, in scratch memory."""
-        out, voted = piece.memory("own votes", self.turn.scratch), self.votes.active
+        out, voted = piece.memory("own votes", self.context.scratch), self.votes.active
         active = self.votes.rows.by_word(voted.to(piece.device, torch.int64), piece.words)
         # The mean of one voter's levels are the levels.
         return self._decoded(piece, Average(1, self.scale.bits), self.votes.planes, active, out)
@@ -109,18 +114,22 @@ class Mean:
 
 
 def averaged(
-    message: Message, scale: Scale, source: Source, move: Callable[[Mean], None], turn: Turn,
+    message: Message,
+    scale: Scale,
+    source: Source,
+    move: Callable[[Mean], None],
+    context: StepContext,
     ranks: Topology,
-) -> Task:  # fmt: skip
+) -> Task:
     """Sends what `source` returns of a message's pieces, and calls `move` with the mean.
 
     Slots have magnitudes. Every voter must do this. It is suspended while data travel.
     """
     stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
-    votes = encode(message, turn, source, bits=scale.bits, by_tensor=True)
+    votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
     stats.lap("encode_s", message.device)
-    route, phase = turn.options.exchange, turn.phase
+    route, phase = context.options.exchange, context.phase
     verdict = yield from verdict_of(votes, route, ranks.voters, ranks.node, rule, phase)
     stats.lap("exchange_s", message.device)
-    move(Mean(votes, verdict, rule, scale, turn))
+    move(Mean(votes, verdict, rule, scale, context))
     stats.lap("apply_s", message.device)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +27,15 @@ from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import Wire
-from hf_dlion.options import Groups, Options
+from hf_dlion.options import Groups
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
-from hf_dlion.vote.idle_rows import aged, silence
-from hf_dlion.vote.layout import Layout, LocalState, Message, Piece, Scratch, Slot
-from hf_dlion.vote.rounding import MOMENTA, PARAMETERS, random_bits
+from hf_dlion.vote.context import StepContext
+from hf_dlion.vote.idle_rows import silence
+from hf_dlion.vote.layout import Layout, LocalState, Message, Piece, Slot
+from hf_dlion.vote.rounding import MOMENTA, PARAMETERS
 
 # Returns what a piece's votes encode, in scratch memory: its direction u, or its displacement w.
 Source = Callable[[Piece], Tensor]
@@ -44,65 +44,6 @@ Task = Generator[None, None, None]
 _NOTHING, _NOBODY = Layout(), Agreed([], [])
 # Words of a message that `WireStats.agreement` and `remainder` look at.
 SAMPLE = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """The step, and what its arithmetic needs in addition to the layout.
-
-    `step` is 1 for the first step, and in an exchange of local steps its number. `voter` is the
-    number of this rank's voter among `voters`, and `state` the optimizer's state by parameter.
-    """
-
-    step: int
-    voter: int
-    voters: int
-    options: Options
-    groups: list[dict[str, Any]]
-    state: Mapping[Tensor, dict[str, Any]]
-    scratch: Scratch
-
-    @property
-    def bits(self) -> int:
-        """Bits per vote, or per displacement."""
-        assert self.options.bits is not None, "the options have set it"
-        return self.options.bits
-
-    @property
-    def phase(self) -> int:
-        """Number whose parity decides ties, so that they cancel out at any rhythm of use.
-
-        Every pair of steps has both parities, in an order by the Golay-Rudin-Shapiro sequence. With
-        the parity of the step, ties of a parameter that moves in every second step were all alike.
-        """
-        pair = self.step >> 1
-        return self.step + (pair & pair >> 1).bit_count()
-
-    @property
-    def zero_phase(self) -> int:
-        """Number whose parity decides this voter's votes for exact zeros.
-
-        They oppose the tie-break, except those of some voters, who take turns by the golden ratio:
-        half, rounded down, and of an even number one less if ties are broken, because that is half
-        a vote. So zeros cancel out, and a voter that alone isn't zero decides, of two always.
-        """
-        breaks_ties = self.options.aggregation == "majority" and self.options.ties == "alternate"
-        shift = (0x9E3779B9 * self.step % (1 << 32)) * self.voters >> 32
-        follows = (self.voter + shift) % self.voters < (self.voters - breaks_ties) // 2
-        return self.phase + follows
-
-    def random(self, stream: int, piece: Piece) -> Tensor:
-        """Returns a piece's random bits of a stream of `rounding`."""
-        words = self.scratch("random", piece.size // 2, torch.int32, piece.device)
-        return random_bits(piece.size, piece.first, self.step, self.options.seed, stream, words)
-
-    def age_rows(self, slots: Iterable[Slot]) -> None:
-        """Counts an update of the slots' momenta, and notes the rows in which u is 0."""
-        for slot in slots:
-            slot.old = None
-            if slot.grad is not None:
-                beta2 = float(self.groups[slot.group]["betas"][1])
-                slot.old = aged(self.state[slot.param], slot.idle, beta2)
 
 
 @dataclass(eq=False)
@@ -183,12 +124,12 @@ class Schedule:
         """Returns whether a step moves weights of this rank's own, by `take`."""
         return False
 
-    def take(self, mine: Mine, turn: Turn, ranks: Topology) -> tuple[int, list[str]]:
+    def take(self, mine: Mine, context: StepContext, ranks: Topology) -> tuple[int, list[str]]:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         raise AssertionError("no step is a rank's own")
 
     def exchange(
-        self, layout: Layout, counts: Sequence[int], turn: Turn, ranks: Topology
+        self, layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
     ) -> tuple[int, list[str]]:
         """Ends the period; returns the number of the exchange, and warnings."""
         return 0, []
@@ -203,16 +144,16 @@ class Schedule:
         """Puts this rank's weights back."""
 
 
-def vote(layout: Layout, turn: Turn, ranks: Topology) -> None:
+def vote(layout: Layout, context: StepContext, ranks: Topology) -> None:
     """Takes a step by votes, which every voter must take. Bytes: see `exchange.routes`."""
-    stats, options = ranks.voters.stats, turn.options
+    stats, options = ranks.voters.stats, context.options
     rule: Rule = Majority(options.ties)
     if options.aggregation == "average":
-        rule = Average(ranks.voters.world_size, turn.bits)
+        rule = Average(ranks.voters.world_size, context.bits)
     stats.lap("", layout.device)
-    if turn.bits > 1 and options.level_scale == "tensor":
-        scale_by_tensor(layout, turn)
-    in_lockstep([voted(message, turn, rule, ranks) for message in layout.messages])
+    if context.bits > 1 and options.level_scale == "tensor":
+        scale_by_tensor(layout, context)
+    in_lockstep([voted(message, context, rule, ranks) for message in layout.messages])
     stats.exchanges += 1
 
 
@@ -225,20 +166,22 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
         tasks = [task for task in tasks if next(task, task) is not task]
 
 
-def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
+def voted(message: Message, context: StepContext, rule: Rule, ranks: Topology) -> Task:
     """Takes a message's step."""
-    voters, stats, options = ranks.voters, ranks.voters.stats, turn.options
+    voters, stats, options = ranks.voters, ranks.voters.stats, context.options
     kernels = None
     if message.device.type != "cpu" and on_gpu.covers(message, voters.world_size):
-        kernels = on_gpu.Step(message, turn)
-    if kernels is not None and turn.bits == 1:
+        kernels = on_gpu.Step(message, context)
+    if kernels is not None and context.bits == 1:
         votes = kernels.encode()
     else:
-        votes = encode(message, turn, partial(direction, turn=turn), bits=turn.bits)
+        votes = encode(message, context, partial(direction, context=context), bits=context.bits)
     stats.lap("encode_s", message.device)
-    verdict = yield from verdict_of(votes, options.exchange, voters, ranks.node, rule, turn.phase)
+    verdict = yield from verdict_of(
+        votes, options.exchange, voters, ranks.node, rule, context.phase
+    )
     stats.lap("exchange_s", message.device)
-    if message.pieces[0].first == 0 and turn.bits == 1 and isinstance(rule, Majority):
+    if message.pieces[0].first == 0 and context.bits == 1 and isinstance(rule, Majority):
         voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
         voting &= message.whole[:SAMPLE]
         planes = [plane[:SAMPLE].clone() for plane in verdict.planes]
@@ -246,48 +189,53 @@ def voted(message: Message, turn: Turn, rule: Rule, ranks: Topology) -> Task:
     if kernels is not None:
         kernels.move(verdict, rule)
     else:
-        move(message, verdict, rule, turn)
+        move(message, verdict, rule, context)
     stats.lap("apply_s", message.device)
 
 
-def move(message: Message, verdict: Verdict, rule: Rule, turn: Turn) -> None:
+def move(message: Message, verdict: Verdict, rule: Rule, context: StepContext) -> None:
     """Moves a message's parameters by its verdict, to the same bits on every rank."""
     active = message.rows.by_word(verdict.active)
     for piece in message.pieces:
         if piece.has("target"):
-            delta, lr = piece.memory("direction", turn.scratch), turn.groups[piece.group]["lr"]
+            delta, lr = (
+                piece.memory("direction", context.scratch),
+                context.groups[piece.group]["lr"],
+            )
             planes = [plane[piece.words] for plane in verdict.planes]
             rule.decode(planes, None if active is None else active[piece.words], float(lr), delta)
-            _apply(piece, delta, turn)
+            _apply(piece, delta, context)
 
 
-def plain_lion(messages: Iterable[Message], turn: Turn, *, exact: bool = False) -> None:
+def plain_lion(messages: Iterable[Message], context: StepContext, *, exact: bool = False) -> None:
     """Takes Lion's step without votes: v = sign(u), sign(0) = 0; see `direction`."""
     if not exact:
-        messages = on_gpu.each_device(messages, partial(on_gpu.plain_lion, turn=turn))
+        messages = on_gpu.each_device(messages, partial(on_gpu.plain_lion, context=context))
     for piece in (piece for message in messages for piece in message.pieces):
         if piece.has("target"):
-            u = direction(piece, turn, exact=exact)
-            _apply(piece, u.sign_().mul_(float(turn.groups[piece.group]["lr"])), turn)
+            u = direction(piece, context, exact=exact)
+            _apply(piece, u.sign_().mul_(float(context.groups[piece.group]["lr"])), context)
 
 
-def _apply(piece: Piece, delta: Tensor, turn: Turn) -> None:
+def _apply(piece: Piece, delta: Tensor, context: StepContext) -> None:
     """Decays p and subtracts delta, rounding twice: processors differ in fused operations."""
-    group, p = turn.groups[piece.group], piece.read("target", turn.scratch)
+    group, p = context.groups[piece.group], piece.read("target", context.scratch)
     p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(delta)
-    piece.write("target", p, partial(turn.random, PARAMETERS))
+    piece.write("target", p, partial(context.random, PARAMETERS))
 
 
-def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = False) -> Tensor:
+def direction(
+    piece: Piece, context: StepContext, *, advance: bool = True, exact: bool = False
+) -> Tensor:
     """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory, 0 in old rows.
 
     `advance` also updates the momentum with beta2. Processors may differ in the last bit, as in
     torch.lerp. With `exact`, each operation rounds by itself, for ranks that must get the same u
     and momentum.
     """
-    beta1, beta2 = map(float, turn.groups[piece.group]["betas"])
-    g, m = piece.read("grad", turn.scratch), piece.read("momentum", turn.scratch)
-    u = piece.memory("direction", turn.scratch)
+    beta1, beta2 = map(float, context.groups[piece.group]["betas"])
+    g, m = piece.read("grad", context.scratch), piece.read("momentum", context.scratch)
+    u = piece.memory("direction", context.scratch)
     if exact:
         difference = g - m
         torch.mul(difference, 1 - beta1, out=u).add_(m)
@@ -299,7 +247,9 @@ def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = F
         else:
             m.lerp_(g, 1 - beta2)
         # An Inf that rounding to 16 bits makes would decide the vote forever.
-        piece.write("momentum", m, partial(turn.random, MOMENTA + turn.voter), without_infs=True)
+        piece.write(
+            "momentum", m, partial(context.random, MOMENTA + context.voter), without_infs=True
+        )
     for slot, start, stop, at in piece.parts:
         if slot.old is not None and slot.grad is not None:
             silence(u[at : at + stop - start], start, slot.old, slot.size // slot.old.numel())
@@ -307,27 +257,29 @@ def direction(piece: Piece, turn: Turn, *, advance: bool = True, exact: bool = F
 
 
 def encode(
-    message: Message, turn: Turn, source: Source, *, bits: int, by_tensor: bool = False
+    message: Message, context: StepContext, source: Source, *, bits: int, by_tensor: bool = False
 ) -> Votes:
     """Returns the votes of a message, which encode what `source` returns.
 
     Votes of several bits are relative to the slots' scales with `by_tensor` or
     level_scale="tensor", and else to the mean of each word.
     """
-    phase = turn.zero_phase
-    by_tensor |= turn.options.level_scale == "tensor"
+    phase = context.zero_phase
+    by_tensor |= context.options.level_scale == "tensor"
     planes = torch.empty(bits, message.words, dtype=torch.int64, device=message.device)
     words = torch.ones(message.words, dtype=torch.bool, device=message.device)
     all_active = True
     for piece in message.pieces:
         u, out = source(piece), planes[:, piece.words]
         if bits == 1:
-            memory = turn.scratch("codes", piece.size, torch.bool, u.device)
+            memory = context.scratch("codes", piece.size, torch.bool, u.device)
             codes = codec.sign_codes(u, phase, memory)
         else:
-            codes = _levels(piece, u, turn, bits=bits, by_tensor=by_tensor)
+            codes = _levels(piece, u, context, bits=bits, by_tensor=by_tensor)
         for bit in range(bits):
-            codec.pack(codes, bit, out[bit], turn.scratch("bit", piece.size, codes.dtype, u.device))
+            codec.pack(
+                codes, bit, out[bit], context.scratch("bit", piece.size, codes.dtype, u.device)
+            )
         active = codec.active_words(u, out[0] if bits == 1 else None, phase)
         if active is not None:
             words[piece.words] = active
@@ -339,28 +291,28 @@ def encode(
     return Votes(planes, active, message.rows)
 
 
-def _levels(piece: Piece, u: Tensor, turn: Turn, *, bits: int, by_tensor: bool) -> Tensor:
+def _levels(piece: Piece, u: Tensor, context: StepContext, *, bits: int, by_tensor: bool) -> Tensor:
     """Returns a piece's codes of several bits in scratch, uint8, shape (64 * W,)."""
-    scratch = piece.memory("levels", turn.scratch)
+    scratch = piece.memory("levels", context.scratch)
     if by_tensor:
         magnitude = piece.by_word([part.slot.scale for part in piece.parts], u)
     else:
         sums, counts = codec.word_magnitudes(u, scratch)
         magnitude = sums.div_(counts.clamp_min_(1))
-    codes = turn.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
-    return codec.level_codes(u, magnitude, bits, turn.zero_phase, codes, scratch)
+    codes = context.scratch("codes", 2 * piece.size, torch.uint8, u.device).view(2, -1)
+    return codec.level_codes(u, magnitude, bits, context.zero_phase, codes, scratch)
 
 
-def scale_by_tensor(layout: Layout, turn: Turn) -> None:
+def scale_by_tensor(layout: Layout, context: StepContext) -> None:
     """Sets every slot's scale to its mean of |u|, in a pass that leaves the momenta as they are."""
-    source = partial(direction, turn=turn, advance=False)
-    sums, counts = tensor_sums(layout.slots, layout.messages, source, turn)
+    source = partial(direction, context=context, advance=False)
+    sums, counts = tensor_sums(layout.slots, layout.messages, source, context)
     for slot, total, count in zip(layout.slots, sums, counts, strict=True):
         slot.scale = total / count
 
 
 def tensor_sums(
-    slots: Sequence[Slot], messages: Sequence[Message], source: Source, turn: Turn
+    slots: Sequence[Slot], messages: Sequence[Message], source: Source, context: StepContext
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each slot's sum of |u|, and the number of elements in its active rows, at least 1.
 
@@ -375,7 +327,7 @@ def tensor_sums(
             u = source(piece)
             active = codec.active_words(u)
             active_words[piece.words] = True if active is None else active
-            total[piece.words] = codec.word_sums(u, piece.memory("levels", turn.scratch))
+            total[piece.words] = codec.word_sums(u, piece.memory("levels", context.scratch))
         active_rows, row = message.rows_with(active_words), 0
         for slot, first, words, words_per_row in message.spans:
             rows = active_rows[row : row + words // words_per_row]

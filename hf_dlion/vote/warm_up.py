@@ -20,9 +20,10 @@ from hf_dlion.exchange import launches
 from hf_dlion.exchange.wire import Pending, Wire, WireStats
 from hf_dlion.options import Options
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.layout import Layout, Scratch, Slot
 from hf_dlion.vote.local_steps import LocalSteps
-from hf_dlion.vote.step import Turn, plain_lion, vote
+from hf_dlion.vote.step import plain_lion, vote
 
 
 class _Types(NamedTuple):
@@ -85,20 +86,20 @@ def _take_steps(
     layout = Layout(slots=[_small(own, device, options) for own in types])
     params = [slot.param for slot in layout.slots]
     group = {"params": params, "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
-    turn = Turn(
+    context = StepContext(
         step=1, voter=0, voters=voters, options=options, groups=[group],
         state=defaultdict(dict), scratch=Scratch(),
     )  # fmt: skip
     if voters == 1:
-        plain_lion([*layout.messages, *layout.full], turn)
+        plain_lion([*layout.messages, *layout.full], context)
     elif options.vote_every > 1:
         local = LocalSteps(options.vote_every)
-        local.period = local.period.and_a_step(turn.groups)
-        local.step(layout, turn)
+        local.period = local.period.and_a_step(context.groups)
+        local.step(layout, context)
         _check_sums(layout, 64.0, 64.0)
-        local.exchange(layout, [voters] * len(layout.slots), turn, _Echoed(voters))
+        local.exchange(layout, [voters] * len(layout.slots), context, _Echoed(voters))
     else:
-        vote(layout, turn, _Echoed(voters))
+        vote(layout, context, _Echoed(voters))
     # A displacement of 1 is between two levels of 2 or 4 bits.
     tolerance = 32.0 if options.vote_every > 1 else 0.0
     _check_sums(layout, 64.0 - tolerance, 64.0 + tolerance)

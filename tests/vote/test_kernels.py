@@ -23,8 +23,9 @@ from hf_dlion.exchange.routes import Verdict
 from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.options import Options
 from hf_dlion.vote import kernels, on_gpu
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.layout import LocalState, Scratch, Slot, messages
-from hf_dlion.vote.step import Turn, move, plain_lion
+from hf_dlion.vote.step import move, plain_lion
 from hf_dlion.vote.warm_up import trial_refusal
 from tests.support import definition
 from tests.support.definition import Layout
@@ -37,9 +38,9 @@ in_the_interpreter = pytest.mark.skipif(DEVICE != NAME, reason="watches Triton's
 SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 
 
-def turn_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> Turn:
+def context_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> StepContext:
     groups = [{"lr": lr, "weight_decay": 0.1, "betas": betas}]
-    return Turn(
+    return StepContext(
         step=1, voter=0, voters=2, options=Options(), groups=groups, state={},
         scratch=Scratch(),
     )  # fmt: skip
@@ -118,7 +119,7 @@ def test_means_of_any_number_of_ranks_are_rounded_once() -> None:
             planes = np.packbits(digits.astype("u1"), axis=1, bitorder="little").view("i8")
             verdict = Verdict(*(torch.from_numpy(own).to(DEVICE) for own in (planes, voters)))
             [message] = messages([slot])
-            on_gpu.Step(message, turn_of()).move(verdict, Average(ranks, 1))
+            on_gpu.Step(message, context_of()).move(verdict, Average(ranks, 1))
             means = (2 * sums - voters.repeat(64)) / ranks
             moved = definition.apply_verdict(start.numpy(), means, lr=1e-3, weight_decay=0.1)
             assert np.array_equal(slot.p.cpu().numpy(), moved), ranks
@@ -142,7 +143,7 @@ def test_special_numbers_equal_the_definition(dtype: torch.dtype) -> None:
         grad.view(torch.int32)[192:256] = 0x7FFFFFFF  # The NaN that a GPU computes.
         slot.grad, slot.momentum = grad.to(DEVICE), own.nan_to_num(nan=1.0).to(DEVICE)
         [message] = messages([slot])
-        votes = on_gpu.Step(message, turn_of()).encode()
+        votes = on_gpu.Step(message, context_of()).encode()
         found = np.unpackbits(votes.planes.cpu().numpy().view(np.uint8), bitorder="little")
         wide, rounds = torch.lerp(own.float(), own.float(), 0.1).numpy(), dtype == torch.bfloat16
         layout = Layout([(len(u),)])
@@ -165,7 +166,7 @@ def test_momenta_are_interpolated_from_the_end_that_torch_takes(beta: float) -> 
     with form("kernels"):
         [slot] = slots_of([(64,)])
         slot.grad, slot.momentum = g.to(DEVICE), m.to(DEVICE)
-        on_gpu.Step(messages([slot])[0], turn_of(betas=(0.9, beta))).encode()
+        on_gpu.Step(messages([slot])[0], context_of(betas=(0.9, beta))).encode()
         assert torch.equal(slot.momentum.cpu(), torch.lerp(m, g, 1 - beta))
 
 
@@ -189,15 +190,15 @@ def test_a_rate_of_zero_moves_by_a_signed_zero(dtype: torch.dtype, name: str) ->
                 slot.grad = slot.momentum = None
                 if ties is None:
                     slot.grad, slot.momentum = grad, torch.zeros_like(grad)
-                    plain_lion([message], turn_of(lr=0.0))
+                    plain_lion([message], context_of(lr=0.0))
                 else:
                     plane = torch.full((1,), -1 if vote > 0 else 0, device=DEVICE)
                     planes = [plane, torch.zeros_like(plane)][: 1 + (ties == "zero")]
-                    verdict, turn = Verdict(planes, voters), turn_of(lr=0.0)
+                    verdict, context = Verdict(planes, voters), context_of(lr=0.0)
                     if name == "kernels":
-                        on_gpu.Step(message, turn).move(verdict, Majority(ties))
+                        on_gpu.Step(message, context).move(verdict, Majority(ties))
                     else:
-                        move(message, verdict, Majority(ties), turn)
+                        move(message, verdict, Majority(ties), context)
                 assert bits_of(slot.p) == moved, (vote, ties)
 
 
@@ -228,7 +229,7 @@ def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
         slot.p = slot.target = p
         slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
         [message] = messages([slot])
-        on_gpu.own_step([message], turn_of(lr=1e38))
+        on_gpu.own_step([message], context_of(lr=1e38))
         assert [own.unique().tolist() for own in (m, p, c)] == [[-most], [most], [0.0]]
 
 
@@ -238,7 +239,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
     """All memory is longer than kernels are told, and no two tensors have equal elements there."""
     dtypes = [*[dtype] * 5, *[torch.int64] * 3, torch.int32, torch.int8]
     with form("kernels"):
-        [slot], turn = slots_of([(17, 64)], dtype), turn_of(1.0)
+        [slot], context = slots_of([(17, 64)], dtype), context_of(1.0)
         *tensors, planes, packed, verdict, voters, rows = (
             torch.full((4096,), k, dtype=own, device=DEVICE) for k, own in enumerate(dtypes, 1)
         )
@@ -247,14 +248,14 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         slot.grad, slot.momentum = g, m
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message] = messages([slot])
-        step = on_gpu.Step(message, turn)
+        step = on_gpu.Step(message, context)
         verdicts: dict[str, Any] = {"planes": planes, "rows": voters, "ranks": 2}
         on_gpu.each_tile("encode", step._encode, planes=planes, rows=rows)
         on_gpu.each_tile("move", step._move, **verdicts, rule="zero")
-        on_gpu.plain_lion([message], turn)
-        on_gpu.own_step([message], turn)
+        on_gpu.plain_lion([message], context)
+        on_gpu.own_step([message], context)
         five = Verdict(planes[:17].expand(5, 17), voters)
-        on_gpu.end_period(message, five, Average(2, 4), [0.5], lambda _: 1.0, turn)
+        on_gpu.end_period(message, five, Average(2, 4), [0.5], lambda _: 1.0, context)
         spans = message.rows.lines
         launches.abstain(spans, 17, planes[:19], rows[:17], packed)
         for rule in ("zero", "average"):
@@ -281,10 +282,12 @@ def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
             p, g, m, x, c = (own[int(k == odd) :][: slot.size] for k, own in enumerate(longer))
             slot.p = slot.target = p
             slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
-            on_gpu.own_step(messages([slot]), turn_of())  # The first one patches the interpreter.
+            on_gpu.own_step(
+                messages([slot]), context_of()
+            )  # The first one patches the interpreter.
             with pytest.MonkeyPatch.context() as monkeypatch:
                 monkeypatch.setattr(tl, "multiple_of", checked)
-                on_gpu.own_step(messages([slot]), turn_of())
+                on_gpu.own_step(messages([slot]), context_of())
 
 
 def test_no_part_of_a_tensor_has_two_keys_of_random_bits() -> None:
@@ -345,17 +348,17 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
         slot.grad, slot.momentum = g, m
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message], voters = messages([slot]), torch.full((96,), 2, dtype=torch.int32, device=DEVICE)
-        step = on_gpu.Step(message, turn_of())
+        step = on_gpu.Step(message, context_of())
         votes = step.encode()
         one = Verdict(votes.planes, voters)
         five = Verdict(torch.cat([votes.planes] * 5), voters)
         works = (
             step.encode,
             lambda: step.move(one, Majority("alternate")),
-            lambda: on_gpu.plain_lion([message], turn_of()),
-            lambda: on_gpu.own_step([message], turn_of()),
+            lambda: on_gpu.plain_lion([message], context_of()),
+            lambda: on_gpu.own_step([message], context_of()),
             lambda: on_gpu.end_period(
-                message, five, Average(2, 4), [1.0], lambda _: 1.0, turn_of()
+                message, five, Average(2, 4), [1.0], lambda _: 1.0, context_of()
             ),
         )
         for kind, work in zip(KINDS, works, strict=True):

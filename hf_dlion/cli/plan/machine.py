@@ -23,13 +23,14 @@ from hf_dlion.exchange.rule import Average, Majority
 from hf_dlion.exchange.wire import WireStats
 from hf_dlion.options import LOCAL_BITS, Options
 from hf_dlion.vote import on_gpu
+from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.displacement import SCALES, displacement, move_message
 from hf_dlion.vote.idle_rows import survey
 from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
 from hf_dlion.vote.local_steps import LocalSteps
 from hf_dlion.vote.momentum_sync import momentum, move_momenta
 from hf_dlion.vote.quantized_mean import Mean
-from hf_dlion.vote.step import Turn, direction, encode, move, tensor_maxima, tensor_sums
+from hf_dlion.vote.step import direction, encode, move, tensor_maxima, tensor_sums
 from hf_dlion.vote.warm_up import warm_up
 
 Calls = dict[str, Callable[[], object]]
@@ -233,16 +234,16 @@ def step_work(param: Tensor) -> Calls:
 def _local_work(param: Tensor) -> Calls:
     """Returns the work of a local step, and of an exchange of two ranks in 4 bits."""
     layout, local, bits = _layout_of([param]), LocalSteps(2), LOCAL_BITS
-    turn, ranks = _turn(bits), 2
+    context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
-    local.step(layout, turn)
-    (slot,), source = layout.slots, partial(displacement, turn=turn)
+    local.step(layout, context)
+    (slot,), source = layout.slots, partial(displacement, context=context)
     slot.scale = 1.0
     sent: list[Votes] = []
 
     def encode_displacement() -> None:
         tensor_maxima(layout.slots, layout.messages, source)
-        sent[:] = [encode(m, turn, source, bits=bits, by_tensor=True) for m in layout.messages]
+        sent[:] = [encode(m, context, source, bits=bits, by_tensor=True) for m in layout.messages]
 
     encode_displacement()
     rule, means = Average(ranks, bits), list[Mean]()
@@ -250,21 +251,21 @@ def _local_work(param: Tensor) -> Calls:
         rows = torch.full((-(-message.rows.count // WORD),), -1, device=param.device)
         planes, every = votes.planes.expand(ranks, -1, -1), slice(0, message.words)
         verdict = counted(planes, rows.expand(ranks, -1), votes, every, message.words, rule, 1)
-        means.append(Mean(votes, verdict, rule, SCALES[bits], turn))
+        means.append(Mean(votes, verdict, rule, SCALES[bits], context))
 
     def end_period() -> None:
         for message, mean in zip(layout.messages, means, strict=True):
-            move_message(message, [1.0], turn, WireStats(), mean)
+            move_message(message, [1.0], context, WireStats(), mean)
 
     def average_momenta() -> None:
-        of_momenta = partial(momentum, turn=turn)
-        tensor_sums(layout.slots, layout.messages, of_momenta, turn)
+        of_momenta = partial(momentum, context=context)
+        tensor_sums(layout.slots, layout.messages, of_momenta, context)
         for message, mean in zip(layout.messages, means, strict=True):
-            encode(message, turn, of_momenta, bits=bits, by_tensor=True)
-            move_momenta(message, turn, mean)
+            encode(message, context, of_momenta, bits=bits, by_tensor=True)
+            move_momenta(message, context, mean)
 
     return {
-        "local step": partial(local.step, layout, turn),
+        "local step": partial(local.step, layout, context),
         "encode displacement": encode_displacement,
         "end period": end_period,
         "momenta": average_momenta,
@@ -279,10 +280,10 @@ def vote_work(
     The votes that it counts are those of this rank, once for every rank. Without `kernels`, a GPU
     takes the form of torch operations.
     """
-    rule, turn, layout = Majority("alternate"), _turn(bits), _layout_of(params)
-    source = partial(direction, turn=turn)
+    rule, context, layout = Majority("alternate"), _context(bits), _layout_of(params)
+    source = partial(direction, context=context)
     for n in ranks:
-        warm_up(layout, turn.options, n)
+        warm_up(layout, context.options, n)
     works: list[on_gpu.Step | None] = []
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
@@ -294,12 +295,12 @@ def vote_work(
         sent.clear()
         for message in layout.messages:
             covered = kernels and on_gpu.covers(message, max(ranks))
-            work = on_gpu.Step(message, turn) if covered else None
+            work = on_gpu.Step(message, context) if covered else None
             works.append(work)
             if work is not None and bits == 1:
                 sent.append(work.encode())
             else:
-                sent.append(encode(message, turn, source, bits=bits))
+                sent.append(encode(message, context, source, bits=bits))
 
     def count_all(n: int) -> None:
         verdicts.clear()
@@ -311,7 +312,7 @@ def vote_work(
     def move_all() -> None:
         for message, work, verdict in zip(layout.messages, works, verdicts, strict=True):
             if work is None:
-                move(message, verdict, rule, turn)
+                move(message, verdict, rule, context)
             else:
                 work.move(verdict, rule)
 
@@ -333,8 +334,8 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
     return Layout(slots=slots)
 
 
-def _turn(bits: int) -> Turn:
-    return Turn(
+def _context(bits: int) -> StepContext:
+    return StepContext(
         step=1, voter=0, voters=2, options=Options(bits=bits),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}],
         state=defaultdict(dict), scratch=Scratch(),
