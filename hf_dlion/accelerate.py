@@ -26,6 +26,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import NAME, find_optimizer, load_momentum, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.meeting import Kind
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes == 1:
         _warn_alone()
         for lion in lions:
-            lion._name_parameters(model)
+            lion.params.name_as(model)
     else:
         for lion in lions:
             lion.attach(model)
@@ -282,9 +283,12 @@ def _save_state(
     for _, lion in lions:
         lion.exchange_now()
     # With FSDP the other ranks may be in its collectives, where they can't meet this one.
-    can_meet = not is_sharded(accelerator)
+    can_meet, rest = not is_sharded(accelerator), Report(Kind.SAVE)
     try:
-        with lions[0][1].peers.held(can_meet=can_meet) as rest, contextlib.ExitStack() as stack:
+        with (
+            lions[0][1].peers.all_or_none(rest, can_meet=can_meet),
+            contextlib.ExitStack() as stack,
+        ):
             stack.callback(setattr, accelerator, "wait_for_everyone", wait)
             if can_meet:
                 accelerator.wait_for_everyone = meet_and_wait
@@ -308,7 +312,8 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
     if not lions:  # free_memory() was called.
         original()
         return
-    with lions[0][1].peers.held(can_meet=not is_sharded(accelerator)) as rest:
+    rest = Report(Kind.LOAD)
+    with lions[0][1].peers.all_or_none(rest, can_meet=not is_sharded(accelerator)):
         original()
     states = [
         load_momentum(lion, folders[0], failure=rest.failure, name=name) for name, lion in lions

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,36 +18,28 @@ import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
 from hf_dlion.exchange import launches
 from hf_dlion.exchange.wire import WireStats
+from hf_dlion.guards import Guards
 from hf_dlion.options import (
     Aggregation,
     ExchangeName,
     LevelScale,
-    Names,
     Options,
     Selection,
     Ties,
     check_group,
-    trainable,
 )
+from hf_dlion.params import Params
 from hf_dlion.peers import Peers
+from hf_dlion.ranks.agreement import Agreed, Report
 from hf_dlion.ranks.meeting import Kind, gather_bools
 from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.idle_rows import AGE, survey
-from hf_dlion.vote.layout import (
-    Layout,
-    Scratch,
-    Slot,
-    check_param,
-    flat_gradient,
-    flat_view,
-    momentum_of,
-    unscale,
-)
-from hf_dlion.vote.local_steps import schedule_of
+from hf_dlion.vote.layout import Layout, Scratch, check_param
+from hf_dlion.vote.local_steps import LocalSteps, schedule_of
 from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
 from hf_dlion.vote.state_dict import Loading, momenta_only
-from hf_dlion.vote.step import Mine, plain_lion, vote
+from hf_dlion.vote.step import plain_lion, vote
+from hf_dlion.vote.warm_up import warm_up
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -173,12 +165,12 @@ class DistributedLion(torch.optim.Optimizer):
                 "params must be parameters, not a module: use "
                 "DistributedLion(model.named_parameters(), ...)"
             )
+        check_group({"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self._begin(options, process_group, fsdp.replicate_group(replicate))
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "step": 0}
-        check_group(defaults)
         super().__init__(params, defaults)
         ddp.introduce(self)
-        self._names.check(self.param_groups, options)
+        self.params.check_selections()
 
     def _begin(
         self,
@@ -188,15 +180,19 @@ class DistributedLion(torch.optim.Optimizer):
     ) -> None:
         """Sets the state of this process, which isn't copied with an optimizer."""
         self.options, self.process_group = options, process_group
-        self.peers = Peers(self, process_group, replicate)
-        self.wire = self.peers.wire
+        self.params = Params(self, options, replicate)
         self.schedule = schedule_of(options)
-        self._names, self._layout, self._scratch = Names(), Layout(), Scratch()
+        self.local = self.schedule if isinstance(self.schedule, LocalSteps) else None
+        self.peers = Peers(self.params, self.schedule, options, process_group, replicate)
+        self.wire = self.peers.wire
+        self.guards = Guards(self, self.params, options, self.wire)
+        self._scratch = Scratch()
+        self._warm: tuple[Layout | None, int] = None, 0  # A layout and voters of which kernels ran.
 
     @property
     def steps(self) -> int:
         """Number of the last step that was counted (see `step`), resumed runs included."""
-        return int(self.param_groups[0]["step"])
+        return self.params.steps
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
@@ -227,15 +223,20 @@ class DistributedLion(torch.optim.Optimizer):
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
         fsdp.reshard([model])  # A forward leaves gathered parameters, which are other objects.
         wrapper = ddp.wrapper_in(model)
-        self._name_parameters(model if wrapper is None else wrapper.module)
+        self.params.name_as(model if wrapper is None else wrapper.module)
         if (sharded := fsdp.sharded_model(model)) is not None:
             ddp.refuse_unowned(sharded, self)
-            if sharded not in self.peers.fsdp_models:
-                self.peers.fsdp_models.append(sharded)
+            if sharded not in self.params.fsdp_models:
+                self.params.fsdp_models.append(sharded)
         else:
-            self.peers.check_wrapper(model)
+            if self.schedule.states and not self.schedule.shown:
+                self.guards.check_wrapper(model)
             ddp.attach(model, self)
-        self.peers.note_attach(self._layout)
+        self._note_attach()
+
+    def _note_attach(self) -> None:
+        self.peers.note_attach()
+        self.guards.note_attach()
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; every rank must call this.
@@ -244,11 +245,9 @@ class DistributedLion(torch.optim.Optimizer):
         `exchange_now` first to keep the steps since then.
         """
         ddp.detach(self)
-        self.peers.note_attach(self._layout)
-        if self.schedule.states:
-            with torch.no_grad():
-                for slot in self._refreshed_layout().slots:
-                    self.schedule.drop(slot.param, slot.part)
+        self._note_attach()
+        for param, state in self.schedule.states.items():
+            state.leave(fsdp.local_part(param.detach()))
         self.schedule.reset(self.schedule.exchanges)
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
@@ -265,20 +264,19 @@ class DistributedLion(torch.optim.Optimizer):
             Disagreement: On every rank, if another rank takes a step, or the ranks differ.
             LostRank: If another rank ended or stalled.
         """
-        if not self.schedule.is_local or self.peers.world_size == 1:
+        if self.local is None or self.peers.world_size == 1:
             return
-        with self.peers.together(Kind.EXCHANGE) as mine:
-            mine.layout = self._refreshed_layout()
-            if self.schedule.shown:
-                self.schedule.hide(mine.layout)
-            self.schedule.prepare_exchange()
+        report, layout = Report(Kind.EXCHANGE), Layout()
+        with self.peers.all_or_none(report):
+            layout = self.params.layout(self.local.states)
+            self.local.begin_exchange(layout)
+        agreed = self.peers.header(report, layout)
         ranks = self.peers.ranks
         if ranks is None or ranks.voters.world_size == 1:
             return
-        counts, context = mine.agreed.counts, self._context(0)
-        number, texts = self.schedule.exchange(mine.layout, counts, context, ranks)
-        self._run_periodic_tasks(number)
-        mine.layout.release()
+        number, texts = self.local.exchange(layout, agreed.counts, self._context(0), ranks)
+        self._run_periodic_tasks(number, layout)
+        layout.release()
         for text in texts:
             warnings.warn(text, stacklevel=4)
 
@@ -297,17 +295,18 @@ class DistributedLion(torch.optim.Optimizer):
             >>> with optimizer.common_weights():
             ...     pass  # evaluate the model
         """
-        shows = bool(self.schedule.states) and not self.schedule.shown
-        if shows:
+        local = self.local
+        shows = local is not None and bool(local.states) and not local.shown
+        if local is not None and shows:
             with torch.inference_mode(False), torch.no_grad():
-                self.schedule.show(self._refreshed_layout())
+                local.show(self.params.layout(local.states))
         try:
             yield
         finally:
-            fsdp.reshard(self.peers.fsdp_models)  # A forward leaves the root gathered.
-            if shows and self.schedule.shown:  # An exchange in the block has ended the period.
+            fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
+            if local is not None and shows and local.shown:  # An exchange would have ended it.
                 with torch.inference_mode(False), torch.no_grad():
-                    self.schedule.hide(self._refreshed_layout())
+                    local.hide(self.params.layout(local.states))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -340,47 +339,65 @@ class DistributedLion(torch.optim.Optimizer):
                 steps; or on this rank, in `common_weights` between two exchanges.
         """
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
-        with self.peers.together(Kind.STEP) as mine:  # Ends with a header: all pass, or raise.
-            mine.kind = self.schedule.next_kind(self._refreshed_layout)
+        report, layout = Report(Kind.STEP), Layout()
+        with self.peers.all_or_none(report):  # What fails in here waits for the header.
+            layout = self.params.layout(self.schedule.states)
+            report.kind = self.schedule.next_kind(layout)
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._collect(mine)
-            self.peers.check(mine)
-            self.schedule.begin(mine.layout, self.param_groups)
-        texts = self._take(mine)
+                layout = self.params.layout(self.schedule.states)
+            report.finite = self.params.collect(layout)
+            report.present = [slot.grad is not None for slot in layout.slots]
+            self.guards.check(layout, report, self.peers.ranks)
+            self.schedule.begin(layout, self.param_groups)
+            self._warm_up(layout)
+        # The one meeting of a step: all ranks continue, or all raise.
+        agreed = self.peers.header(report, layout)
+        texts = self._take(report, layout, agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
         for text in texts:  # Last, because a warning may be an error, and ranks would wait.
             warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 
-    def _take(self, mine: Mine) -> list[str]:
+    def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
         """Takes the step on which the ranks agreed; returns warnings."""
-        ranks, agreed = self.peers.ranks, mine.agreed
-        is_own = self.schedule.is_own_step(mine.kind, agreed, ranks)
-        self.peers.count_abstentions(mine, only_this_rank=is_own)
-        compares = mine.kind is not Kind.LOCAL_STEP and (is_own or any(agreed.counts))
-        texts = self.peers.compare_after_changes(mine.layout) if compares else []
+        ranks, moves = self.peers.ranks, any(agreed.counts)
+        is_own = self.schedule.is_own_step(report.kind, agreed, ranks)
+        self.guards.note_comparisons(self.peers.comparisons)
+        self.guards.count_abstentions(report, agreed, ranks, is_own=is_own)
+        texts: list[str] = []
+        if ranks is not None and report.kind is not Kind.LOCAL_STEP and (is_own or moves):
+            texts += self.guards.compare_after_changes(layout, ranks)
         number = 0
         if is_own:
-            assert ranks is not None
-            number, more = self.schedule.take(mine, self._context(1), ranks)
+            number, more = self._local_step(report.kind, layout, agreed.counts)
             texts += more
-        elif any(agreed.counts):
-            number = self._vote(mine)
-        self._run_periodic_tasks(number)
-        mine.layout.release()
-        return texts + [launches.unsaid.pop() for _ in [*launches.unsaid]]
+        elif moves:
+            number = self._vote(layout, agreed)
+        self._run_periodic_tasks(number, layout)
+        layout.release()
+        return texts + launches.new_warnings()
 
-    def _vote(self, mine: Mine) -> int:
+    def _local_step(
+        self, kind: Kind, layout: Layout, counts: Sequence[int]
+    ) -> tuple[int, list[str]]:
+        """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
+        local, ranks, context = self.local, self.peers.ranks, self._context(1)
+        assert local is not None
+        assert ranks is not None
+        self.wire.lap("", layout.device)
+        local.step(layout, context)
+        self.wire.lap("apply_s", layout.device)
+        self._count_step(context.step)
+        if kind is not Kind.EXCHANGE:
+            return 0, []
+        return local.exchange(layout, counts, context, ranks)
+
+    def _vote(self, layout: Layout, agreed: Agreed) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""
-        layout, agreed, context, ranks = (
-            mine.layout,
-            mine.agreed,
-            self._context(1),
-            self.peers.ranks,
-        )
+        context, ranks = self._context(1), self.peers.ranks
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.counts, strict=True):
             slot.target = slot.p if count else None
@@ -393,14 +410,18 @@ class DistributedLion(torch.optim.Optimizer):
             if layout.full:
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
-                    slot.momentum = self._flat_momentum(slot.param) if slot.full else None
-                step_in_full(layout, agreed, ranks.voters, context, equal=self.peers.momenta_equal)
-                self.peers.momenta_equal = True
-        for group in self.param_groups:
-            group["step"] = context.step
+                    slot.momentum = self.params.flat_momentum(slot.param) if slot.full else None
+                equal = self.guards.momenta_equal
+                step_in_full(layout, agreed, ranks.voters, context, equal=equal)
+                self.guards.momenta_equal = True
+        self._count_step(context.step)
         return context.step
 
-    def _run_periodic_tasks(self, number: int) -> None:
+    def _count_step(self, step: int) -> None:
+        for group in self.param_groups:
+            group["step"] = step
+
+    def _run_periodic_tasks(self, number: int, layout: Layout) -> None:
         """Averages the momenta that are due, and compares replicas if it is their turn.
 
         `number` is that of the step, or with local steps of the exchange; 0 if none is done.
@@ -410,14 +431,21 @@ class DistributedLion(torch.optim.Optimizer):
             return
         if options.momentum_sync_every and ranks.voters.world_size > 1:
             momenta = []
-            for slot in self._layout.slots:
+            for slot in layout.slots:
                 if slot.synced and slot.param.requires_grad:
-                    slot.momentum = self._flat_momentum(slot.param)
+                    slot.momentum = self.params.flat_momentum(slot.param)
                     size = fsdp.largest_part(slot.param)
                     momenta.append(Momentum(slot, size, self.state[slot.param]))
             synchronize(momenta, replace(self._context(0), step=number), ranks)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
-            self.peers.compare_replicas()
+            self.guards.compare_replicas(self.schedule.states, ranks)
+
+    def _warm_up(self, layout: Layout) -> None:
+        """Compiles the kernels that a new layout's steps launch."""
+        voters = 1 if self.peers.ranks is None else self.peers.ranks.voters.world_size
+        if self._warm != (layout, voters):
+            warm_up(layout, self.options, voters)
+            self._warm = layout, voters
 
     @torch.inference_mode(False)
     def synchronize_momentum(self) -> None:
@@ -430,13 +458,13 @@ class DistributedLion(torch.optim.Optimizer):
             Disagreement: On every rank, if another rank does something else, or the ranks differ.
             LostRank: If another rank ended or stalled.
         """
-        params = [p for _, p in self._named()]
+        params = [p for _, p in self.params.named()]
         with self.peers.together(Kind.MOMENTA):
             here = ["exp_avg" in self.state.get(p, {}) for p in params]
         if (ranks := self.peers.ranks) is not None:
             rows = gather_bools(ranks.everyone, here, "which parameters have a momentum")
             held = [p for p, *row in zip(params, *rows, strict=True) if any(row)]
-            average_whole([self._flat_momentum(p) for p in held], ranks.voters)
+            average_whole([self.params.flat_momentum(p) for p in held], ranks.voters)
 
     def momentum_divergence(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name.
@@ -444,11 +472,7 @@ class DistributedLion(torch.optim.Optimizer):
         They are measured for `momentum_sync="auto"`: 0 if all ranks have the same momentum, about
         1 - 1/N if the N momenta are independent. Empty before the first measurement.
         """
-        return {
-            name: float(self.state[p]["divergence"])
-            for name, p in self._named()
-            if "divergence" in self.state.get(p, {})
-        }
+        return self.params.divergences()
 
     def _context(self, ahead: int) -> StepContext:
         """Returns the context of the last step that was counted, or of one that is ahead."""
@@ -480,88 +504,6 @@ class DistributedLion(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _name_parameters(self, model: nn.Module) -> None:
-        """Names parameters as `model` does, except those that were passed with names.
-
-        Raises:
-            ValueError: If all parameters have names now, and one that an option needs is missing.
-        """
-        if self._names.add(model):
-            self._layout = Layout()  # The old one has the old names.
-            self._names.check(self.param_groups, self.options)
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        """Returns names and all parameters, frozen ones included."""
-        return self._names.named(self.param_groups)
-
-    def _refreshed_layout(self) -> Layout:
-        """Returns the layout without gradients, a new one if parameters were added or (un)frozen.
-
-        A parameter that was frozen during local steps counts as trainable until the next exchange.
-        With FSDP2 this frees gathered parameters, so the next forward gathers what is written.
-        """
-        fsdp.reshard(self.peers.fsdp_models)
-        pairs = trainable(self.param_groups, self.schedule.states)
-        # Every step compares this, so it must be cheap.
-        key = [(g, id(p), p.dtype, p.device, p.shape, p.stride()) for g, p in pairs]
-        with torch.no_grad():
-            if self._layout.key != key:
-                self._layout = self._new_layout(key, {p for _, p in pairs})
-                for p in {*self.schedule.states} - {p for _, p in pairs}:
-                    self.schedule.drop(p, fsdp.local_part(p.detach()))  # Removed.
-            for slot in self._layout.slots:
-                slot.part = fsdp.local_part(slot.param.detach())
-                slot.p = flat_view(slot.part)
-                slot.grad = slot.momentum = None
-                if (state := self.schedule.states.get(slot.param)) is not None:
-                    state.fit(slot.name, slot.part)
-                slot.local = state
-        return self._layout
-
-    def _new_layout(self, key: object, trainable: Collection[Tensor]) -> Layout:
-        """Returns the layout of some parameters."""
-        full = self._names.selected(self.param_groups, self.options, "full_precision")
-        synced = self._names.synchronized(self.param_groups, self.options)
-        group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-        slots: list[Slot] = []
-        for k, (name, p) in enumerate(self._named()):
-            if p in trainable:
-                slots.append(slot := Slot.of(fsdp.local_part(p.detach()), group_of[k]))
-                slot.full, slot.synced, slot.name, slot.param = full[k], synced[k], name, p
-        fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self.peers.replicate)
-        return Layout(key, slots)
-
-    def _collect(self, mine: Mine) -> None:
-        """Fills the layout with gradients and momenta; unscales what GradScaler left scaled."""
-        mine.layout = self._refreshed_layout()
-        slots = mine.layout.slots
-        for slot in slots:
-            p = slot.param
-            if p.grad is not None and p.requires_grad:
-                grad, part = fsdp.local_part(p.grad.detach()), fsdp.local_part(p.detach())
-                slot.grad = flat_gradient(slot.name, grad, part)
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
-            self.grad_scale, self.found_inf = 1.0, None
-        unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
-        mine.finite = unscaled and survey(slots)  # No NaN, and no Inf.
-        if not self.state and not any([float(group["lr"]) for group in self.param_groups]):
-            # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
-            # state. Without gradients no rank votes, and the step isn't counted.
-            for slot in slots:
-                self._flat_momentum(slot.param)
-                if slot.grad is not None and not slot.grad.any():
-                    slot.grad = None
-        for slot in slots:
-            if slot.grad is not None:
-                slot.momentum = self._flat_momentum(slot.param)
-        mine.present = [slot.grad is not None for slot in slots]
-
-    def _flat_momentum(self, param: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter's momentum, flat."""
-        state, dtype = self.state[param], self.options.momentum_dtype
-        return flat_view(fsdp.local_part(momentum_of(state, param.detach(), dtype)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
@@ -604,22 +546,10 @@ class DistributedLion(torch.optim.Optimizer):
                 hook.remove()
         if loading.keeps_all:
             return
-        self._layout = Layout()
+        self.params.forget_layout()
         self.schedule.reset()
         self.peers.note_load()
-
-    def _restore(self, step: int, exchanges: int, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Continues with this rank's own momenta and ages from a file."""
-        self._layout = Layout()
-        self.peers.note_own_momenta()
-        self.schedule.reset(exchanges)
-        for group in self.param_groups:
-            group["step"] = step
-            for param in group["params"]:
-                # Replaced: after torch's load_state_dict other objects may share the old tensors.
-                for key in ("exp_avg", AGE, "divergence"):
-                    self.state[param].pop(key, None)
-                self.state[param].update(states.get(param, {}))
+        self.guards.note_load()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy copy.

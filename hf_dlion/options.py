@@ -1,19 +1,16 @@
-"""Options, checked when they are set; parameter groups and names, and selection by name."""
+"""Options and parameter groups, which are checked when they are set."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 Aggregation = Literal["majority", "average"]
 Ties = Literal["alternate", "zero"]
@@ -200,16 +197,6 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite and at least 0 (got {value})")
 
 
-def trainable(groups: Groups, moved: Collection[Tensor] = ()) -> list[tuple[int, Tensor]]:
-    """Returns group number and parameter of those that aren't frozen, or are in `moved`."""
-    return [
-        (g, p)
-        for g, group in enumerate(groups)
-        for p in group["params"]
-        if p.requires_grad or p in moved
-    ]
-
-
 def hyperparameters(groups: Groups) -> dict[str, object]:
     """Returns the hyperparameters of all groups by name, which must be equal on all ranks.
 
@@ -238,97 +225,6 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
     return found
 
 
-class Names:
-    """The names of an optimizer's parameters: those that were passed, then those of its models.
-
-    Groups don't get names of models, because torch refuses to add a group without names to groups
-    that have names.
-    """
-
-    def __init__(self) -> None:
-        """Begins without models."""
-        self._in_models: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-        self._models = 0
-
-    def add(self, model: nn.Module) -> bool:
-        """Notes the names in a model; returns whether there are new ones.
-
-        Names are those without what `torch.compile` adds. If an earlier model has one of them, they
-        begin with "model 2: ".
-        """
-        found: dict[Tensor, str] = {
-            param: ".".join(part for part in name.split(".") if part != "_orig_mod")
-            for name, param in model.named_parameters()
-        }
-        if all(p in self._in_models for p in found):
-            return False
-        self._models += 1
-        others = {name for p, name in self._in_models.items() if p not in found}
-        if others & set(found.values()):
-            found = {p: f"model {self._models}: {name}" for p, name in found.items()}
-        self._in_models.update(found)
-        return True
-
-    def named(self, groups: Groups) -> list[tuple[str, Tensor]]:
-        """Returns names and all parameters, frozen ones included.
-
-        A parameter without a name is called "group 0 parameter 1".
-        """
-        return [
-            (name or f"group {g} parameter {k}", p)
-            for g, group in enumerate(groups)
-            for k, (name, p) in enumerate(self._of_group(group))
-        ]
-
-    def selected(self, groups: Groups, options: Options, option: str) -> list[bool]:
-        """Returns which of all parameters an option selects.
-
-        Raises:
-            ValueError: If the option selects by name and no parameter has a name, or if a pattern
-                matches no name.
-        """
-        value = getattr(options, option)
-        is_word = option == "momentum_sync" and value in SYNC_WORDS
-        if value is None or is_word:
-            return [value is not None for group in groups for _ in group["params"]]
-        if not any(name for group in groups for name, _ in self._of_group(group)):
-            raise ValueError(
-                f"{option}={value!r} selects parameters by name, but the parameters have no names: "
-                f"use DistributedLion(model.named_parameters()), or call optimizer.attach(model) "
-                f"before the first step"
-            )
-        return selected(option, value, self.named(groups))
-
-    def synchronized(self, groups: Groups, options: Options) -> list[bool]:
-        """Returns of which parameters the ranks average momenta that differ, as `momentum_sync`."""
-        chosen = self.selected(groups, options, "momentum_sync")
-        if options.vote_every > 1:  # In local steps, momenta of `full_precision` differ, too.
-            return chosen
-        full = self.selected(groups, options, "full_precision")
-        return [own and not equal for own, equal in zip(chosen, full, strict=True)]
-
-    def check(self, groups: Groups, options: Options) -> None:
-        """Checks the options that select by name if all names are known.
-
-        Raises:
-            ValueError: As `selected`, or if momenta would be averaged that are equal anyway.
-        """
-        if all(name is not None for group in groups for name, _ in self._of_group(group)):
-            self.selected(groups, options, "full_precision")
-            chosen = any(self.selected(groups, options, "momentum_sync"))
-            averages = chosen and options.momentum_sync_every
-            if averages and not any(self.synchronized(groups, options)):
-                raise ValueError(
-                    "momentum_sync would have no effect: full_precision keeps all selected "
-                    "momenta equal on all ranks. Leave out momentum_sync_every"
-                )
-
-    def _of_group(self, group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
-        passed = group.get("param_names") or [None] * len(group["params"])
-        pairs = zip(passed, group["params"], strict=True)
-        return [(self._in_models.get(p) if name is None else name, p) for name, p in pairs]
-
-
 def numbered(groups: Groups) -> list[Tensor]:
     """Returns the parameters in the order in which torch's `state_dict()` numbers them.
 
@@ -337,35 +233,8 @@ def numbered(groups: Groups) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
-    """Returns which parameters a selection matches.
-
-    Args:
-        option: Name of the option, for error messages.
-        selection: Case-sensitive patterns as for `fnmatch`, or a function of name and parameter.
-        named: Names and parameters.
-
-    Raises:
-        ValueError: If a pattern matches no name; the message lists similar names.
-    """
-    if callable(selection):
-        return [selection(name, param) for name, param in named]
-    patterns = _patterns(selection)
-    names = [name for name, _ in named]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            bare = pattern.strip("*")
-            near = [name for name in names if bare and bare.lower() in name.lower()][:3]
-            near += difflib.get_close_matches(bare, names, n=3, cutoff=0.0)
-            close = ", ".join(map(repr, list(dict.fromkeys(near))[:4]))
-            raise ValueError(
-                f"{option}={selection!r}: no parameter's name matches {pattern!r}, where * stands "
-                f"for any text. Similar names: {close}"
-            )
-    return [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
-
-
-def _patterns(selection: str | Sequence[str]) -> tuple[str, ...]:
+def patterns(selection: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the patterns of a selection by name."""
     return tuple(selection.split(";") if isinstance(selection, str) else selection)
 
 
@@ -379,7 +248,7 @@ def _check_selection(option: str, selection: object) -> None:
             f"{option} must be a pattern of parameter names such as '*norm*', a sequence of them, "
             f"or a function of name and parameter (got {selection!r})"
         )
-    if not selection or not all(_patterns(selection)):
+    if not selection or not all(patterns(selection)):
         raise ValueError(f"{option} must not have an empty pattern (got {selection!r})")
 
 

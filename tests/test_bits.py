@@ -111,7 +111,7 @@ def run(rank: int, ranks: int, name: str, folder: str) -> list[bytes]:
     )
     if name in ("nodes", "FSDP2"):
         optimizer.attach(model)
-    optimizer.peers._check_averages = lambda _: None  # Gradients are equal inside a node.
+    optimizer.guards._check_averages = lambda _: None  # Gradients are equal inside a node.
     with hashed() as sent, contextlib.chdir(folder), mock.patch("secrets.token_hex", "0".__mul__):
         for step in range(6):
             for k, (param, p) in enumerate(named):

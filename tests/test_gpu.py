@@ -25,6 +25,7 @@ from hf_dlion import DistributedLion
 from hf_dlion.exchange import launches
 from hf_dlion.exchange.codec import divided
 from hf_dlion.fsdp import local_part
+from hf_dlion.guards import Guards
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.vote import on_gpu
@@ -124,7 +125,7 @@ def _train(
     ]
     optimizer = DistributedLion(named, lr=0.01, betas=(0.5, 0.5), weight_decay=0.1, **given)
     params, found = [param for _, param in named], []
-    optimizer.peers.fsdp_models.append(nn.ParameterList(params))
+    optimizer.params.fsdp_models.append(nn.ParameterList(params))
     for step in range(5):
         for k, param in enumerate(params):
             grad = gradient(local_part(param.detach()), step, voter, k)
@@ -134,7 +135,7 @@ def _train(
         if step == 2 and voter == 0:
             params[-1].grad = None
         # No wrapper averages the gradients of a node, which are equal.
-        with mock.patch.object(Peers, "_check_hooks"):
+        with mock.patch.object(Guards, "_check_hooks"):
             optimizer.step()
         momenta = [optimizer.state[param]["exp_avg"] for param in params]
         assert {momentum.device for momentum in momenta} == {params[0].device}
@@ -198,7 +199,7 @@ def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, An
         assert variant in seen[False], f"{variant} is compiled after a header"
         launch(kernel, device, programs, *given)
 
-    headers = mock.patch.object(Peers, "_agree", autospec=True, side_effect=Peers._agree)
+    headers = mock.patch.object(Peers, "header", autospec=True, side_effect=Peers.header)
     with form("kernels"), headers as met:
         launch = launches.launch
         with mock.patch.object(launches, "launch", noted):

@@ -41,6 +41,7 @@ from hf_dlion.checkpoint.momentum_file import (
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.idle_rows import AGE
 
 
 def find_optimizer(optimizer: object) -> DistributedLion | None:
@@ -158,10 +159,24 @@ def load_momentum(
         raise CheckpointError(
             f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
         )
-    lion._restore(loaded.header.step, loaded.header.exchanges, loaded.states)
+    _restore(lion, loaded)
     if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
         warnings.warn(text, stacklevel=2)
     return loaded.header.scaler
+
+
+def _restore(lion: DistributedLion, loaded: Loaded) -> None:
+    """Continues with this rank's own momenta and ages from a file."""
+    lion.params.forget_layout()
+    lion.guards.note_load(own_momenta=True)
+    lion.schedule.reset(loaded.header.exchanges)
+    for group in lion.param_groups:
+        group["step"] = loaded.header.step
+        for param in group["params"]:
+            # Replaced: after torch's load_state_dict other objects may share the old tensors.
+            for key in ("exp_avg", AGE, "divergence"):
+                lion.state[param].pop(key, None)
+            lion.state[param].update(loaded.states.get(param, {}))
 
 
 def _unwrapped(optimizer: object) -> DistributedLion:

@@ -28,8 +28,8 @@ SWITCH = "HF_DLION_TRITON"
 # A fused operation would round once where the rule rounds twice, and hashes overflow on purpose,
 # which TRITON_DEBUG=1 would take for an error.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "sanitize_overflow": False}
-# Warnings that the next step gives at its end, because other ranks wait for it until then.
-unsaid: list[str] = []
+# Warnings for the end of the next step, because other ranks wait for it until then.
+_warnings: list[str] = []
 # Why kernels failed, by device.
 _failed: dict[torch.device, str] = {}
 
@@ -43,8 +43,15 @@ def refusal(device: torch.device) -> str:
     return _failed.get(device, "")
 
 
+def new_warnings() -> list[str]:
+    """Returns the warnings since the last call, for the end of a step."""
+    found = [*_warnings]
+    _warnings.clear()
+    return found
+
+
 def try_out(trial: Callable[[], None], device: torch.device) -> None:
-    """Calls a trial of kernels; if it fails, none runs on the device any more (see `unsaid`).
+    """Calls a trial of kernels; if it fails, none runs on the device any more (see `new_warnings`).
 
     Raises:
         RuntimeError: If memory runs out, of which torch operations need more than the kernels.
@@ -59,7 +66,7 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
         if isinstance(error, MemoryError) or "out of memory" in text or "allocate mem" in text:
             raise
         why = _failed[device] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        unsaid.append(
+        _warnings.append(
             f"hf_dlion's kernels can't run on {device} ({why}), so the optimizer's work takes "
             f"several times as long, with the same result. hf-dlion doctor checks this. Set "
             f"{SWITCH}=0 to hide the warning"

@@ -64,34 +64,36 @@ _REMEDIES = {
     "*": "Create the optimizer with the same options on every rank",
 }
 
+# Returns name and this rank's part of every parameter, frozen ones included.
+Parameters = Callable[[], Sequence[tuple[str, Tensor]]]
 # Largest number of frozen parameters that an error names.
 _MOST_NAMES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False)
 class Report:
-    """This rank's part of a meeting.
+    """What this rank brings to a header.
 
-    Kind, step, `equal`, and layout must be equal on all ranks.
+    Kind, step, `equal`, and `lines` must be equal on all ranks.
 
     Attributes:
+        kind: What the ranks do.
+        present: Whether each trainable parameter has a gradient; empty if the ranks don't step.
+        finite: Whether all gradients are finite.
+        failure: What failed on this rank.
         step: Number of the last step that the rank took.
         equal: Options, hyperparameters of groups, and counts of calls, by name.
-        layout: One line per trainable parameter: name, shape, dtype, strides, device type, and
+        lines: One line per trainable parameter: name, shape, dtype, strides, device type, and
             whether its gradient is averaged.
-        present: Whether each trainable parameter has a gradient.
-        parameters: Function that returns name and this rank's part of every parameter, frozen ones
-            included; called only if the layout is new.
     """
 
     kind: Kind
-    step: int
-    equal: Mapping[str, object]
-    layout: Sequence[tuple[object, ...]]
-    present: Sequence[bool]
-    parameters: Callable[[], Sequence[tuple[str, Tensor]]]
+    present: list[bool] = field(default_factory=list)
     finite: bool = True
     failure: BaseException | None = None
+    step: int = 0
+    equal: Mapping[str, object] = field(default_factory=dict)
+    lines: Sequence[tuple[object, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -175,14 +177,14 @@ class Meetings:
         """Makes the next meeting compare values; all ranks must call this before that meeting."""
         self._layout = None
 
-    def meet(self, report: Report) -> Agreed:
+    def meet(self, report: Report, parameters: Parameters) -> Agreed:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         A header has the wire's version, the kind, the optimizer's number, its step, whether its
-        gradients are finite, and hashes of `equal`, layout, and presence: 64 * (N - 1) bytes per
+        gradients are finite, and hashes of `equal`, lines, and presence: 64 * (N - 1) bytes per
         rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
-        parameters. In the first step at a new layout in which a rank has a gradient, and in another
-        kind of meeting at one, 24 * (N - 1) more.
+        parameters. In the first step at new lines in which a rank has a gradient, and in another
+        kind of meeting at new lines, 24 * (N - 1) more for hashes of `parameters`.
 
         Raises:
             Disagreement: On every rank, if ranks differ or something failed on another rank.
@@ -197,7 +199,8 @@ class Meetings:
                 failure = error
         flags, numbers, steps, equal, layouts, presence = meet(
             self._wire, report.kind, [self._number, report.step, *hashes],
-            finite=report.finite, failure=failure,
+            # In an exchange, what counts is whether a rank moved.
+            finite=report.finite or report.kind is not Kind.STEP, failure=failure,
         )  # fmt: skip
         if len(set(numbers)) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
@@ -213,13 +216,13 @@ class Meetings:
         # Until there is a gradient, weights may still be loaded.
         is_early = report.kind is Kind.STEP and not any(map(any, present))
         if is_new := layouts[0] != self._layout and not is_early:
-            self._compare_values(layouts[0], report)
+            self._compare_values(layouts[0], parameters)
         return Agreed(list(map(bool, flags)), present, is_new)
 
     def _hashes(self, report: Report) -> list[int]:
         """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""
-        if report.layout is not self._lines[0] and report.layout != self._lines[0]:
-            self._lines = report.layout, digest(_lines(report.layout))
+        if report.lines is not self._lines[0] and report.lines != self._lines[0]:
+            self._lines = report.lines, digest(_lines(report.lines))
         if report.present != self._present[0]:
             self._present = list(report.present), digest(pack_bools(report.present))
         return [digest(report.equal), self._lines[1], self._present[1]]
@@ -233,9 +236,9 @@ class Meetings:
         raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
 
     def _raise_layouts(self, report: Report) -> None:
-        names = [str(line[0]) for line in report.layout]
+        names = [str(line[0]) for line in report.lines]
         names_by_rank = self._wire.gather_objects(names)
-        lines = enumerate(_lines(report.layout))
+        lines = enumerate(_lines(report.lines))
         tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
         what = "ranks differ in trainable parameters"
         key, values = _first_difference(tables, self._wire)
@@ -251,10 +254,10 @@ class Meetings:
             )
         raise Disagreement(f"{what}, first in {key!r}: {values}. {remedy}")
 
-    def _compare_values(self, layout: int, report: Report) -> None:
+    def _compare_values(self, layout: int, parameters: Parameters) -> None:
         """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
         hashes, created = compare_parameters(
-            report.parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
+            parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
         )
         if not self._number:
             self._check_order(created, (layout, *hashes))

@@ -39,6 +39,7 @@ import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.trainer.arguments import check_optim_args, internal
 from hf_dlion.trainer.callback import DistributedLionCallback, exchange_rest
@@ -295,7 +296,8 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
     if lion is None:
         original(output_dir)
         return
-    with lion.peers.held() as rest:
+    rest = Report(Kind.SAVE)
+    with lion.peers.all_or_none(rest):
         original(output_dir)
     scaler = _scaler(trainer)
     state = None if scaler is None else scaler.state_dict()
@@ -317,7 +319,8 @@ def _load_optimizer_and_scheduler(
         original(checkpoint)
         return
     prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
-    with lion.peers.held(can_meet=not is_sharded(trainer.accelerator)) as rest:
+    rest = Report(Kind.LOAD)
+    with lion.peers.all_or_none(rest, can_meet=not is_sharded(trainer.accelerator)):
         original(checkpoint)
     if rest.failure is not None:
         with lion.peers.together(Kind.LOAD):  # The other ranks are in `_load_scaler`.

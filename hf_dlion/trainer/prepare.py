@@ -80,7 +80,7 @@ def prepare(lion: DistributedLion, trainer: Trainer) -> None:
     refuse(trainer)
     warn_about_timeout(trainer.args)
     model: Any = trainer.model
-    lion._name_parameters(model)  # One process has no wrapper to attach.
+    lion.params.name_as(model)  # One process has no wrapper to attach.
     wrapped = trainer.model_wrapped
     if ddp.wrapper_in(wrapped) is not None or fsdp.sharded_model(wrapped) is not None:
         lion.attach(wrapped)

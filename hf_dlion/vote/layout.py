@@ -74,6 +74,11 @@ class LocalState:
         is_low = part.dtype in LOW_PRECISION
         return cls(part.clone(), torch.zeros_like(part) if is_low else None)
 
+    def leave(self, part: Tensor) -> None:
+        """Puts the anchor into the parameter, unless the model shows it."""
+        if self.own is None and self.anchor.shape == part.shape:
+            part.copy_(self.anchor)
+
     def fit(self, name: str, part: Tensor) -> None:
         """Gives the tensors the parameter's device, dtype, and strides, which may have changed.
 
@@ -412,16 +417,10 @@ class Layout:
         full: Messages of the tensors whose gradients are averaged instead.
         lines: One line per tensor, for the comparison between ranks.
         device: Device of the first tensor.
-        is_attached: Whether `attach` was called as the parameters need it.
-        has_met: Whether the ranks have met since this layout or an `attach`.
-        warm_for: Number of voters for whose steps kernels were compiled, or refused; 0 if none.
     """
 
     key: object = None
     slots: Sequence[Slot] = ()
-    is_attached: bool = False
-    has_met: bool = False
-    warm_for: int = 0
 
     def __post_init__(self) -> None:
         self.messages = messages([slot for slot in self.slots if not slot.full])

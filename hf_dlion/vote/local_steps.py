@@ -17,7 +17,7 @@ After an attach, a load, or a change of what is trained, a local step begins wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.options import Groups, Options, hyperparameters
-from hf_dlion.ranks.agreement import HISTORY, Agreed, agree_in_node
+from hf_dlion.ranks.agreement import HISTORY, Agreed, Report, agree_in_node
 from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
@@ -35,7 +35,7 @@ from hf_dlion.vote.context import StepContext
 from hf_dlion.vote.displacement import exchange
 from hf_dlion.vote.layout import Layout, LocalState, Piece
 from hf_dlion.vote.rounding import COMPENSATIONS, PARAMETERS
-from hf_dlion.vote.step import Mine, Schedule, direction
+from hf_dlion.vote.step import Schedule, direction
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
 # the largest number that was tried in more than one period (docs/results.md).
@@ -107,13 +107,15 @@ class LocalSteps(Schedule):
 
     def __init__(self, vote_every: int) -> None:
         """Begins before the first period."""
+        super().__init__()
         self.vote_every = vote_every
+        self._met: Layout | None = None  # The layout with which the ranks have met.
         self.reset()
 
     def reset(self, exchanges: int = 0) -> None:
         """Forgets the period; the model keeps what it holds."""
         self.period = self.next_period = Period()
-        self.states: dict[Tensor, LocalState] = {}
+        self.states.clear()
         self.exchanges, self.shown = exchanges, False
 
     @property
@@ -121,12 +123,16 @@ class LocalSteps(Schedule):
         """Number of steps since the last exchange."""
         return self.period.steps
 
-    def next_kind(self, layout: Callable[[], Layout]) -> Kind:
+    def next_kind(self, layout: Layout) -> Kind:
         """Returns what all ranks do next: `STEP` at a new layout is a header, then a local step."""
         if self.period.steps + 1 >= self.vote_every:
             return Kind.EXCHANGE
-        # `take` notes that they have met, so a voter that is alone takes a plain step every time.
-        return Kind.LOCAL_STEP if layout().has_met else Kind.STEP
+        # `step` notes that they have met, so a voter that is alone takes a plain step every time.
+        return Kind.LOCAL_STEP if layout is self._met else Kind.STEP
+
+    def forget_meeting(self) -> None:
+        """Makes the next step begin with a header."""
+        self._met = None
 
     def begin(self, layout: Layout, groups: Groups) -> None:
         """Prepares a step.
@@ -140,40 +146,43 @@ class LocalSteps(Schedule):
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
                 "weights that train: leave the block before you step"
             )
-        if not layout.has_met:
+        if layout is not self._met:
             _check_memory(layout)
         self.next_period = self.period.and_a_step(groups)
 
-    def prepare_exchange(self) -> None:
-        """Prepares an exchange without a step."""
+    def begin_exchange(self, layout: Layout) -> None:
+        """Prepares an exchange without a step, which puts this rank's weights into the model."""
+        if self.shown:
+            self.hide(layout)
         self.next_period = self.period
 
-    def settle(self, mine: Mine, node: Wire | None) -> None:
+    def settle(self, report: Report, layout: Layout | None, node: Wire | None) -> None:
         """Drops gradients that aren't finite, or that another rank of the node doesn't have.
 
         All ranks do this in every step, exchange, save, and load, before any header, so no rank of
         a node waits for another that is somewhere else. Ranks that do different things raise what
         failed, or Disagreement.
         """
-        finite, present = mine.finite and mine.failure is None and bool(mine.present), mine.present
+        present = report.present
+        finite = report.finite and report.failure is None and bool(present)
         if node is not None:
             try:
-                finite, present = agree_in_node(node, mine.kind, finite, present)
+                finite, present = agree_in_node(node, report.kind, finite, present)
             except Disagreement as error:
-                raise mine.failure or error from None
-        if mine.present:
-            mine.layout.abstain(finite, present)
+                raise report.failure or error from None
+        if layout is not None and report.present:
+            layout.abstain(finite, present)
 
-    def presence(self, mine: Mine) -> list[bool]:
+    def presence(self, report: Report, layout: Layout) -> list[bool]:
         """Returns which tensors have a gradient, in an exchange one in the period."""
-        if mine.kind is not Kind.EXCHANGE:
-            return mine.present
+        if report.kind is not Kind.EXCHANGE:
+            return report.present
         return [
             slot.grad is not None or (slot.local is not None and slot.local.used)
-            for slot in mine.layout.slots
+            for slot in layout.slots
         ]
 
-    def equal_values(self, kind: Kind, groups: Groups) -> dict[str, object]:
+    def equal_values(self, kind: Kind) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
         period = self.next_period if kind is Kind.EXCHANGE else self.period
         return {"exchanges": self.exchanges, "steps since the last exchange": period.steps}
@@ -192,22 +201,8 @@ class LocalSteps(Schedule):
             return False
         return kind is not Kind.STEP or any(agreed.counts)
 
-    def take(self, mine: Mine, context: StepContext, ranks: Topology) -> tuple[int, list[str]]:
-        """Takes a step of this rank's own, and exchanges if it is its turn; see `exchange`."""
-        stats, device = ranks.voters.stats, mine.layout.device
-        stats.lap("", device)
-        self.step(mine.layout, context)
-        stats.lap("apply_s", device)
-        self.period = self.next_period
-        for group in context.groups:
-            group["step"] = context.step
-        mine.layout.has_met = True
-        if mine.kind is not Kind.EXCHANGE:
-            return 0, []
-        return self.exchange(mine.layout, mine.agreed.counts, context, ranks)
-
     def step(self, layout: Layout, context: StepContext) -> None:
-        """Takes a step on this rank's gradients, without communication.
+        """Takes a step on this rank's gradients, without communication; see `begin`.
 
         The first step of a period keeps anchors. Later, a parameter gets one after a header, which
         has found equal weights on all ranks.
@@ -226,6 +221,7 @@ class LocalSteps(Schedule):
         for piece in pieces:
             if piece.has("grad"):
                 _own_step(piece, context)
+        self.period, self._met = self.next_period, layout
 
     def exchange(
         self, layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
@@ -258,12 +254,6 @@ class LocalSteps(Schedule):
         for slot in layout.slots:
             slot.local = None
         return number, texts
-
-    def drop(self, param: Tensor, part: Tensor) -> None:
-        """Puts a parameter's anchor into it, and forgets the parameter."""
-        state = self.states.pop(param, None)
-        if state is not None and not self.shown and state.anchor.shape == part.shape:
-            part.copy_(state.anchor)
 
     # What the model shows.
 

@@ -14,10 +14,8 @@ while another is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ from hf_dlion.exchange.routes import Verdict, Votes, verdict_of
 from hf_dlion.exchange.rule import Average, Majority, Rule
 from hf_dlion.exchange.wire import Wire
 from hf_dlion.options import Groups
-from hf_dlion.ranks.agreement import Agreed
+from hf_dlion.ranks.agreement import Agreed, Report
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
@@ -41,30 +39,8 @@ from hf_dlion.vote.rounding import MOMENTA, PARAMETERS
 Source = Callable[[Piece], Tensor]
 # Suspended whenever its data travel.
 Task = Generator[None, None, None]
-_NOTHING, _NOBODY = Layout(), Agreed([], [])
 # Words of a message that `WireStats.agreement` and `remainder` look at.
 SAMPLE = 1024
-
-
-@dataclass(eq=False)
-class Mine:
-    """This rank's part of what all ranks do together, and what they agreed on.
-
-    Attributes:
-        kind: What the ranks do.
-        layout: The tensors of a step or an exchange.
-        present: Whether each tensor has a gradient; empty if the ranks don't step.
-        finite: Whether all gradients are finite.
-        failure: What failed on this rank.
-        agreed: What every rank has, or in a step every voter.
-    """
-
-    kind: Kind = Kind.STEP
-    layout: Layout = _NOTHING
-    present: list[bool] = field(default_factory=list)
-    finite: bool = True
-    failure: BaseException | None = None
-    agreed: Agreed = _NOBODY
 
 
 class Schedule:
@@ -80,37 +56,32 @@ class Schedule:
     """
 
     is_local = False
-    states: Mapping[Tensor, LocalState] = MappingProxyType({})
     exchanges, shown = 0, False
+
+    def __init__(self) -> None:
+        """Keeps nothing."""
+        self.states: dict[Tensor, LocalState] = {}
 
     @property
     def steps(self) -> int:
         """Number of steps since the last exchange."""
         return 0
 
-    def reset(self, exchanges: int = 0) -> None:
-        """Forgets the period."""
-
-    def next_kind(self, layout: Callable[[], Layout]) -> Kind:
+    def next_kind(self, layout: Layout) -> Kind:
         """Returns what all ranks do in the next step."""
         return Kind.STEP
 
     def begin(self, layout: Layout, groups: Groups) -> None:
         """Prepares a step, or refuses it."""
 
-    # Called if `is_local`.
-
-    def prepare_exchange(self) -> None:
-        """Prepares an exchange without a step."""
-
-    def settle(self, mine: Mine, node: Wire | None) -> None:
+    def settle(self, report: Report, layout: Layout | None, node: Wire | None) -> None:
         """Does what the ranks of a node do before any header."""
 
-    def presence(self, mine: Mine) -> Sequence[bool]:
+    def presence(self, report: Report, layout: Layout) -> list[bool]:
         """Returns for each tensor of the layout whether this rank has what a header asks for."""
-        return mine.present
+        return report.present
 
-    def equal_values(self, kind: Kind, groups: Groups) -> dict[str, object]:
+    def equal_values(self, kind: Kind) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
         return {}
 
@@ -118,30 +89,15 @@ class Schedule:
         """Returns what must have been equal in each step, by name."""
         return {}
 
-    # Called in every step.
-
     def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None) -> bool:
-        """Returns whether a step moves weights of this rank's own, by `take`."""
+        """Returns whether a step moves weights of this rank's own."""
         return False
 
-    def take(self, mine: Mine, context: StepContext, ranks: Topology) -> tuple[int, list[str]]:
-        """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
-        raise AssertionError("no step is a rank's own")
+    def forget_meeting(self) -> None:
+        """Makes the next step begin with a header."""
 
-    def exchange(
-        self, layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
-    ) -> tuple[int, list[str]]:
-        """Ends the period; returns the number of the exchange, and warnings."""
-        return 0, []
-
-    def drop(self, param: Tensor, part: Tensor) -> None:
-        """Forgets a parameter."""
-
-    def show(self, layout: Layout) -> None:
-        """Puts the anchors into the model."""
-
-    def hide(self, layout: Layout) -> None:
-        """Puts this rank's weights back."""
+    def reset(self, exchanges: int = 0) -> None:
+        """Forgets the period; the model keeps what it holds."""
 
 
 def vote(layout: Layout, context: StepContext, ranks: Topology) -> None:

@@ -57,7 +57,6 @@ def warm_up(layout: Layout, options: Options, voters: int) -> None:
     found = {(m.device, frozenset(_Types.of(span.slot) for span in m.spans)) for m in messages}
     for device, types in found:
         _warm_up(device, types, options, voters)
-    layout.warm_for = voters
 
 
 def trial_refusal(device: torch.device) -> str:
@@ -94,7 +93,7 @@ def _take_steps(
         plain_lion([*layout.messages, *layout.full], context)
     elif options.vote_every > 1:
         local = LocalSteps(options.vote_every)
-        local.period = local.period.and_a_step(context.groups)
+        local.begin(layout, context.groups)
         local.step(layout, context)
         _check_sums(layout, 64.0, 64.0)
         local.exchange(layout, [voters] * len(layout.slots), context, _Echoed(voters))

@@ -59,7 +59,7 @@ def test_a_machine_that_can_train_passes(report: Any) -> None:
 
 def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
     alone.setattr(launches, "_failed", {})
-    alone.setattr(launches, "unsaid", [])  # Or the next step in this process would warn.
+    alone.setattr(launches, "_warnings", [])  # Or the next step in this process would warn.
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr("triton.__version__", "3.3.1")
     found, text = doctor._kernels()

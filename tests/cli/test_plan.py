@@ -103,7 +103,7 @@ def test_the_predicted_bytes_are_those_that_leave_a_node_in_a_step(
     every, per_node = options.get("vote_every", 1), options.get("local_group", 1)
     if per_node > 1:
         # Nothing averages here; the hook's bytes are those of a node.
-        optimizer.peers.check = lambda *_: None  # type: ignore[method-assign]
+        optimizer.guards.check = lambda *_: None  # type: ignore[method-assign]
     for step in range(max(every, 2)):
         for param in params:
             param.grad = torch.randn_like(param) + rank + step

@@ -39,7 +39,9 @@ def report(**changes: Any) -> Report:
         "present": (True, True),
         "parameters": lambda: VALUES,
     }
-    return Report(**(usual | changes))
+    given = usual | changes
+    parameters = given.pop("parameters")
+    return Report(lines=given.pop("layout"), **given), parameters
 
 
 def wire_of() -> Wire:
@@ -63,7 +65,7 @@ def test_a_step_after_the_first_is_one_gather_of_eight_words(rank: int, world_si
     for step, sent in enumerate((88, 64, 64)):
         before = wire.stats.bytes_sent
         finite = [(other, step) != (1, 2) for other in range(world_size)]
-        found = meetings.meet(report(step=step, parameters=values, finite=finite[rank]))
+        found = meetings.meet(*report(step=step, parameters=values, finite=finite[rank]))
         assert found == Agreed(finite, present, compared=step == 0)
         assert wire.stats.bytes_sent - before == sent * (world_size - 1)
     values.assert_called_once()
@@ -78,13 +80,13 @@ def test_differing_presence_adds_one_bit_per_parameter(
     wire = wire_of()
     meetings = Meetings(wire, 1)
     layout = [(f"p{number}",) for number in range(parameters)]
-    meetings.meet(report(layout=layout, present=[True] * parameters))
+    meetings.meet(*report(layout=layout, present=[True] * parameters))
     before = wire.stats.bytes_sent
     wanted = [
         [(number * 7 + other) % 3 > 0 for number in range(parameters)]
         for other in range(world_size)
     ]
-    assert meetings.meet(report(layout=layout, present=wanted[rank])).present == wanted
+    assert meetings.meet(*report(layout=layout, present=wanted[rank])).present == wanted
     words = 8 + -(-parameters // 64)
     assert wire.stats.bytes_sent - before == 8 * words * (world_size - 1)
 
@@ -174,24 +176,24 @@ def test_a_difference_is_one_error_on_all_ranks(
     wire = wire_of()
     meetings = Meetings(wire, 1)
     if not first:
-        meetings.meet(report())
+        meetings.meet(*report())
     changes, text = (DIFFERENCES | NEW_DIFFERENCES)[case]
     others, s = ("rank 0", "s") if world_size == 2 else ("ranks 0 and 2", "")
     with pytest.raises(Disagreement, match=re.escape(text.format(others=others, s=s))):
-        meetings.meet(report(**(changes if rank == 1 else {})))
+        meetings.meet(*report(**(changes if rank == 1 else {})))
     before = wire.stats.bytes_sent
-    meetings.meet(report())  # The ranks agree again.
+    meetings.meet(*report())  # The ranks agree again.
     assert wire.stats.bytes_sent - before == (88 if first else 64) * (world_size - 1)
 
 
 @on_ranks(2)
 def test_a_new_layout_compares_values_again(rank: int) -> None:
     meetings = Meetings(wire_of(), 1)
-    meetings.meet(report(layout=LAYOUT[:1], present=(True,)))
+    meetings.meet(*report(layout=LAYOUT[:1], present=(True,)))
     changed = [("weight", torch.tensor(1.0)), ("bias", torch.tensor(2.0 + rank))]
     with pytest.raises(Disagreement, match=r"first in 'bias': rank 1 from rank 0 \(no majority\)"):
-        meetings.meet(report(step=1, parameters=lambda: changed))
-    meetings.meet(report(step=1))
+        meetings.meet(*report(step=1, parameters=lambda: changed))
+    meetings.meet(*report(step=1))
 
 
 @WORLD_SIZES
@@ -209,7 +211,7 @@ def test_another_version_or_other_data_is_refused_by_all(
         mock.patch.object(meeting, "WIRE_VERSION", version if rank == 1 else 1),
         pytest.raises(Disagreement, match=text),
     ):
-        meetings.meet(report())
+        meetings.meet(*report())
 
 
 # Several optimizers.
@@ -233,11 +235,11 @@ def test_optimizers_that_step_in_another_order_on_a_rank_are_refused(rank: int, 
     first = 2 if (rank, case) == (1, "an unused one") else 1
     meetings = {name: Meetings(wire, first + k) for k, name in enumerate("abc")}
     for k, name in enumerate(orders[rank][:-1]):
-        meetings[name].meet(report(step=k // 2))
+        meetings[name].meet(*report(step=k // 2))
     last = meetings[orders[rank][-1]]
     text = "ranks use different optimizers: create and step several"
     with pytest.raises(Disagreement, match=text) if is_refused else contextlib.nullcontext():
-        last.meet(report(step=(len(orders[rank]) - 1) // 2))
+        last.meet(*report(step=(len(orders[rank]) - 1) // 2))
 
 
 # Failures.
@@ -262,17 +264,17 @@ FAILURES = {
 def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind: str) -> None:
     failure, expected = FAILURES[kind]
     meetings = Meetings(wire_of(), 1)
-    meetings.meet(report())
+    meetings.meet(*report())
     if rank == 1:
         said = report(kind=Kind.SAVE, failure=failure, equal={}, layout=[], present=[])
         with pytest.raises(type(failure)) as caught:
-            meetings.meet(said)
+            meetings.meet(*said)
         assert caught.value is failure
     else:
         with pytest.raises(Disagreement) as disagreed:
-            meetings.meet(report(kind=Kind.SAVE))
+            meetings.meet(*report(kind=Kind.SAVE))
         assert str(disagreed.value) == f"save failed on 1 of 3 ranks: rank 1: {expected}"
-    meetings.meet(report(step=1))
+    meetings.meet(*report(step=1))
 
 
 BROKEN = {
@@ -297,8 +299,8 @@ def test_a_failure_in_the_report_is_named_on_the_others(rank: int, place: str) -
     if rank == 0:
         changes, error = {}, Disagreement
     with pytest.raises(error, match=text if rank == 0 else None):
-        meetings.meet(report(**changes))
-    meetings.meet(report())
+        meetings.meet(*report(**changes))
+    meetings.meet(*report())
 
 
 @on_ranks(3)

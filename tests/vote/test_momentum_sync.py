@@ -13,6 +13,8 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.vote.context import StepContext
+from hf_dlion.vote.layout import Scratch, Slot
 from hf_dlion.vote.momentum_sync import (
     Momentum,
     average_momenta,
@@ -65,8 +67,12 @@ def test_the_budget_counts_the_largest_shard(rank: int, size: int) -> None:
     """Averages a momentum whose largest shard has `size` elements, if the budget allows it."""
     flat = torch.full((64,), float(rank))
     options = Options(momentum_sync="auto", momentum_sync_every=1, momentum_sync_budget=200)
-    momentum = Momentum(flat, size, {"divergence": 1.0})
-    synchronize([momentum], options, Topology(), step=2)
+    slot = Slot.of(flat, 0)
+    slot.momentum = flat
+    context = StepContext(
+        step=2, voter=rank, voters=2, options=options, groups=[], state={}, scratch=Scratch()
+    )
+    synchronize([Momentum(slot, size, {"divergence": 1.0})], context, Topology())
     assert bool((flat == 0.5).all()) == (size == 64)
 
 
@@ -234,11 +240,37 @@ def test_a_rank_that_synchronizes_momenta_alone_is_named(rank: int) -> None:
 
 @on_ranks(2)
 def test_local_steps_average_momenta_of_full_precision_too(rank: int) -> None:
-    param, optimizer = single(vote_every=2, full_precision="w", momentum_sync_every=1)
-    param.grad *= (-1) ** rank
-    for _ in range(2):
+    for bits, least, most in ((16, 0.0, 1e-4), (4, 1e-3, 2e-3)):  # What bits leave out stays.
+        options = {"momentum_sync_every": 1, "momentum_sync_bits": bits}
+        param, optimizer = single(vote_every=2, full_precision="w", **options)
+        param.grad *= (-1) ** rank
+        for _ in range(2):
+            optimizer.step()
+        assert least <= float(optimizer.state[param]["exp_avg"].abs().max()) <= most
+
+
+@on_ranks(3)
+def test_auto_averages_what_fits_into_a_budget_per_exchange(rank: int) -> None:
+    """With local steps, momenta are measured at an exchange, and averaged whole in 4 bits."""
+    torch.manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    optimizer = DistributedLion(
+        params.items(), vote_every=4, momentum_sync_every=2, momentum_sync="auto",
+        momentum_sync_budget=600,  # Enough for the smaller ones.
+    )  # fmt: skip
+    spreads = []
+    for step in range(17):
+        for k, (name, p) in enumerate(params.items()):
+            p.grad = drawn(p.shape, step, k, 0 if name == "alike" else 1 + rank)
         optimizer.step()
-    assert float(optimizer.state[param]["exp_avg"].abs().max()) < 1e-4
+        found = [torch.stack(everyones(optimizer.state[p]["exp_avg"])) for p in params.values()]
+        spreads.append([float(own.std(dim=0).mean() / own.abs().mean()) for own in found])
+    # After exchanges 2 and 4, at steps 8 and 16, those of "apart" are close.
+    alike, apart, large = zip(*spreads, strict=True)
+    assert max(alike) < 1e-6
+    assert [step + 1 for step, own in enumerate(apart) if own < 0.3] == [8, 16]
+    assert min(large) > 0.3
+    assert gathered(optimizer.momentum_divergence()) == 3 * [optimizer.momentum_divergence()]
 
 
 def test_a_selection_of_momenta_that_are_equal_anyway_is_refused() -> None:

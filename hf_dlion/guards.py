@@ -1,0 +1,243 @@
+"""What all ranks check so that no weight goes wrong without a word.
+
+A step without `attach`, ranks that abstain for long, nodes whose ranks have different gradients,
+gradients that DDP still averages, momenta of one rank on all ranks, and replicas that differ.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+import hf_dlion.ddp as ddp
+import hf_dlion.fsdp as fsdp
+from hf_dlion.exchange.wire import WireStats, digest, named_ranks
+from hf_dlion.options import Options
+from hf_dlion.params import Params
+from hf_dlion.ranks.agreement import Agreed, Report
+from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.replicas import (
+    AVERAGED_GRADIENTS,
+    CHANGED_PARAMETERS,
+    COPIED_MOMENTA,
+    all_ranks_have,
+    compare_parameters,
+)
+from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
+from hf_dlion.vote.layout import Layout, LocalState
+
+# From this step on, gradients are compared again at each power of two, because a model may be
+# wrapped again without `attach`.
+COMPARED_FROM = 64
+
+
+class Guards:
+    """Checks of an optimizer's steps, and what they remember.
+
+    Attributes:
+        momenta_equal: Whether momenta of averaged gradients are known to be equal on all
+            voters. It changes on all of them together, unlike a layout.
+    """
+
+    def __init__(self, owner: ddp.Owner, params: Params, options: Options, wire: WireStats) -> None:
+        """`owner` is the optimizer, which owns the parameters of DDP wrappers."""
+        self._owner: ddp.Owner = weakref.proxy(owner)  # Not a cycle.
+        self._params, self._options, self._wire = params, options, wire
+        self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.momenta_equal = self._compared_gradients = self._loaded = False
+        self._comparisons = 0
+        self._attached: Layout | None = None  # The layout for which `attach` was called as needed.
+        self._abstained: list[int] = []  # Consecutive steps in which each rank abstained.
+
+    # What is noted.
+
+    def note_comparisons(self, number: int) -> None:
+        """Notes how often the ranks have compared parameters, as they do at a new layout."""
+        if number != self._comparisons:
+            self._comparisons = number
+            self.momenta_equal = self._compared_gradients = False
+
+    def note_attach(self) -> None:
+        """Notes a call of attach or detach."""
+        self._attached = None
+
+    def note_load(self, *, own_momenta: bool = False) -> None:
+        """Notes a load; momenta of `load_momentum` are each rank's own, so they aren't compared."""
+        self._abstained, self.momenta_equal, self._loaded = [], False, not own_momenta
+
+    # Checks before a header.
+
+    def check(self, layout: Layout, report: Report, ranks: Topology | None) -> None:
+        """Refuses a step that would be wrong without `attach`, or after too many abstentions.
+
+        Raises:
+            RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; if no
+                hook averages a parameter's gradient in the node, or did since the last step; or as
+                `count_abstentions`.
+        """
+        if self._attached is not layout:
+            self._check_models()
+            if self._options.local_group not in (None, 1) and ranks is not None:
+                self._check_hooks(ranks)
+            # In its first backward, a hook notes which gradients it averages.
+            self._attached = layout if any(report.present) else None
+        if ranks is not None and ranks.node is not None:
+            self._check_averages(layout)
+        if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
+            self._check_abstentions(ranks)
+
+    def check_wrapper(self, model: nn.Module) -> None:
+        """Refuses a wrapper that was made within a period of local steps.
+
+        Raises:
+            RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
+        """
+        if ddp.wrapper_in(model) not in ddp.attached_wrappers(self._owner):
+            raise RuntimeError(
+                "attach() got another DDP wrapper between two exchanges of local steps. If it was "
+                "made since the last one, it holds rank 0's own weights on every rank. Call "
+                "optimizer.exchange_now() before you wrap the model, or optimizer.detach() now to "
+                "go on with the weights of the last exchange"
+            )
+
+    def _check_models(self) -> None:
+        attached = {p for model in self._params.fsdp_models for p in model.parameters()}
+        for name, param in self._params.named():
+            if param.requires_grad and fsdp.is_sharded(param) and param not in attached:
+                raise RuntimeError(
+                    f"{name!r} belongs to no attached model: call optimizer.attach(model) with "
+                    f"each model that fully_shard was called on, because step() must free its "
+                    f"gathered parameters before it writes"
+                )
+
+    def _check_hooks(self, ranks: Topology) -> None:
+        local_group = self._options.local_group
+        if not ddp.attached_wrappers(self._owner):
+            raise RuntimeError(
+                f"local_group={local_group!r} needs optimizer.attach(ddp_model), "
+                f"whose hook averages gradients inside each node"
+            )
+        if ranks.node is None:  # Every node has one rank.
+            return
+        averaged = set[Tensor]().union(*ddp.averaged_parameters(self._owner).values())
+        for name, param in self._params.named():
+            if param.requires_grad and param not in averaged:
+                raise RuntimeError(
+                    f"DDP doesn't average the gradient of {name!r} inside a node, as "
+                    f"local_group={local_group!r} needs: it was unfrozen after the "
+                    f"model was wrapped, or is outside of the wrapper. Wrap the model in "
+                    f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
+                )
+
+    def _check_averages(self, layout: Layout) -> None:
+        present = {slot.param for slot in layout.slots if slot.grad is not None}
+        for wrapper, averaged in ddp.averaged_parameters(self._owner).items():
+            before, calls = self._hook_calls.get(wrapper, 0), ddp.hook_calls(wrapper)
+            self._hook_calls[wrapper] = calls
+            if calls == before and not present.isdisjoint(averaged):
+                named = self._params.named()
+                without = [n for n, p in named if p in averaged and p not in present]
+                remedy = (
+                    "call the DDP wrapper, not the model in it, and leave no_sync() before the "
+                    "last backward of a step"
+                )
+                if without:  # For which DDP waits.
+                    remedy = f"{without[0]!r} has none: find_unused_parameters=True, or {remedy}"
+                raise RuntimeError(
+                    f"DDP averaged no gradients inside the node since the last step, as "
+                    f"local_group={self._options.local_group!r} needs: {remedy}"
+                )
+
+    # After a header.
+
+    def count_abstentions(
+        self, report: Report, agreed: Agreed, ranks: Topology | None, *, is_own: bool
+    ) -> None:
+        """Counts the ranks that abstain from a step, or have no gradient while others have.
+
+        In a local step (`is_own`) each rank counts only its own, because they don't communicate,
+        and a later step checks the count.
+
+        Raises:
+            RuntimeError: If a rank abstained in as many consecutive steps as the limit.
+        """
+        if ranks is not None and is_own:
+            everyone = range(ranks.everyone.world_size)
+            votes = [report.finite or rank != ranks.everyone.rank for rank in everyone]
+        else:
+            voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
+            votes = [agreed.votes[voter] for voter in voter_of_rank]
+        if len(self._abstained) != len(votes):  # Steps before had one rank.
+            self._abstained = [0] * len(votes)
+        # A count at the limit stays until it is checked.
+        limit = self._options.max_abstained_steps
+        self._abstained = [
+            n if n >= limit else 0 if ok else n + 1
+            for ok, n in zip(votes, self._abstained, strict=True)
+        ]
+        self._wire.abstentions += votes.count(False)
+        if self._options.vote_every == 1:  # Otherwise counts may differ between ranks.
+            self._check_abstentions(ranks)
+
+    def _check_abstentions(self, ranks: Topology | None) -> None:
+        longest, limit = max(self._abstained, default=0), self._options.max_abstained_steps
+        if longest >= limit:
+            those = [rank for rank, count in enumerate(self._abstained) if count == longest]
+            named = named_ranks(those) if ranks is None else ranks.everyone.named(those)
+            self._abstained = []
+            raise RuntimeError(
+                f"gradients of {named} held a NaN or an Inf in {longest} steps in a row, or were "
+                f"all missing: lower the learning rate, check that rank's data, or raise "
+                f"max_abstained_steps ({limit})"
+            )
+
+    def compare_after_changes(self, layout: Layout, ranks: Topology) -> list[str]:
+        """Compares gradients at a new layout, and momenta after a load; returns rank 0's warnings.
+
+        After a change of what is trained the user may have wrapped the model again, and `attach`
+        belongs to the old wrapper. Every rank must call this in the same step. Bytes per rank:
+        32 (N - 1) after a comparison of parameters, 8 (N - 1) more with nodes; 16 (N - 1) after a
+        load.
+        """
+        texts: list[str] = []
+        step = self._params.steps + 1
+        if not self._compared_gradients or (step >= COMPARED_FROM and step.bit_count() == 1):
+            self._compared_gradients = True
+            # DDP may still average one of two models, so each side is compared by itself.
+            models = ddp.attached_wrappers(self._owner)
+            wrapped = {p for model in models for p in model.parameters()}
+            sides: dict[bool, list[Tensor]] = {True: [], False: []}
+            for slot in layout.slots:
+                if slot.grad is not None:
+                    sides[slot.param in wrapped].append(slot.grad)
+            what = "hashes of gradients"
+            if any([all_ranks_have(grads, ranks.voters, what) for grads in sides.values()]):
+                texts.append(AVERAGED_GRADIENTS)
+            if ranks.node is not None:
+                own = fingerprints([grad for grads in sides.values() for grad in grads])
+                table = ranks.everyone.gather_words([digest(own)], what)
+                if node := ranks.unequal_node(table.view(-1).tolist()):
+                    texts.append(
+                        f"{ranks.everyone.named(node)} vote as one node, but their gradients "
+                        f"differ: something changed those of one rank after DDP averaged them, or "
+                        f"the last backward of a step was in no_sync(). {SAME_IN_NODE}"
+                    )
+        if self._loaded:
+            self._loaded = False
+            trained, state = [slot.param for slot in layout.slots], self._params.state
+            momenta = [
+                self._params.flat_momentum(p) for p in trained if "exp_avg" in state.get(p, {})
+            ]
+            if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
+                texts.append(COPIED_MOMENTA)
+        return texts if ranks.everyone.rank == 0 else []
+
+    def compare_replicas(self, states: Mapping[Tensor, LocalState], ranks: Topology) -> None:
+        """Verifies that parameters are equal on all ranks, which must all call this."""
+        compare_parameters(
+            lambda: self._params.common_parts(states), ranks.everyone, ranks.same_parts,
+            CHANGED_PARAMETERS, when=f" after step {self._params.steps}",
+        )  # fmt: skip
