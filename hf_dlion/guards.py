@@ -87,7 +87,7 @@ class Guards:
         if ranks is not None and ranks.node is not None:
             self._check_averages(layout)
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
-            self._check_abstentions(ranks)
+            self.check_abstentions(ranks)
 
     def check_wrapper(self, model: nn.Module) -> None:
         """Refuses a wrapper that was made within a period of local steps.
@@ -180,9 +180,10 @@ class Guards:
         ]
         self._wire.abstentions += votes.count(False)
         if self._options.vote_every == 1:  # Otherwise counts may differ between ranks.
-            self._check_abstentions(ranks)
+            self.check_abstentions(ranks)
 
-    def _check_abstentions(self, ranks: Topology | None) -> None:
+    def check_abstentions(self, ranks: Topology | None) -> None:
+        """Raises RuntimeError if a rank abstained in as many consecutive steps as the limit."""
         longest, limit = max(self._abstained, default=0), self._options.max_abstained_steps
         if longest >= limit:
             those = [rank for rank, count in enumerate(self._abstained) if count == longest]

@@ -265,11 +265,17 @@ class DistributedLion(torch.optim.Optimizer):
             LostRank: If another rank ended or stalled.
         """
         if self.local is None or self.peers.world_size == 1:
+            if self.schedule.states:
+                raise RuntimeError(
+                    "the process group was destroyed within a period of local steps: call "
+                    "optimizer.exchange_now() on every rank before destroy_process_group()"
+                )
             return
         report, layout = Report(Kind.EXCHANGE), Layout()
         with self.peers.all_or_none(report):
             layout = self.params.layout(self.local.states)
             self.local.begin_exchange(layout)
+            self.guards.check_abstentions(self.peers.ranks)
         agreed = self.peers.header(report, layout)
         ranks = self.peers.ranks
         if ranks is None or ranks.voters.world_size == 1:
@@ -364,7 +370,7 @@ class DistributedLion(torch.optim.Optimizer):
     def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
         """Takes the step on which the ranks agreed; returns warnings."""
         ranks, moves = self.peers.ranks, any(agreed.counts)
-        is_own = self.schedule.is_own_step(report.kind, agreed, ranks)
+        is_own = self.schedule.is_own_step(report.kind, agreed, ranks, self.steps)
         self.guards.note_comparisons(self.peers.comparisons)
         self.guards.count_abstentions(report, agreed, ranks, is_own=is_own)
         texts: list[str] = []
@@ -391,6 +397,8 @@ class DistributedLion(torch.optim.Optimizer):
         local.step(layout, context)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
+        if kind is Kind.STEP and not any(counts):
+            local.forget_meeting()  # Without a gradient, the ranks didn't compare weights.
         if kind is not Kind.EXCHANGE:
             return 0, []
         return local.exchange(layout, counts, context, ranks)

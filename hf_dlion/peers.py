@@ -186,7 +186,7 @@ class Peers:
 
     def _equal_values(self, kind: Kind, layout: Layout) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
-        schedule, groups = self._schedule, self._params.groups
+        schedule = self._schedule
         # If only some ranks loaded, all raise here, before they would compare momenta.
         equal: dict[str, object] = {
             **self._option_texts,
@@ -196,8 +196,8 @@ class Peers:
         equal |= schedule.equal_values(kind)
         if schedule.is_local:
             equal[FROZEN] = sorted(n for n, p in self._params.named() if not p.requires_grad)
-        equal |= hyperparameters(groups)
-        equal |= schedule.equal_history(kind, groups)  # Last: an error names the first difference.
+        equal |= hyperparameters(self._params.groups)
+        equal |= schedule.equal_history(kind)  # Last: an error names the first difference.
         if callable(self._options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in layout.slots]
         if self._options.momentum_sync == "auto":

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.vote.layout import LocalState
 from tests.support.spawn import on_ranks
 from tests.support.steps import (
     attached,
@@ -79,8 +80,8 @@ REPLACED = "7 Disagreement: the weights of 'weight' on rank 1 are farther from"
 CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
     "lr": (
         F32, 1, on_last(lambda _, optimizer: optimizer.param_groups[0].update(lr=0.02)),
-        "3 Disagreement: ranks differ, first in 'lr of each group, summed since the "
-        "last exchange': rank 0: [0.04], rank 1: [0.05]. Give groups the same values",
+        "3 Disagreement: ranks differ in lr, betas, or weight decay of a step since the last "
+        "exchange, not in those of now. Give groups the same values",
         "",
     ),
     "NaN": (
@@ -440,6 +441,75 @@ def test_what_is_written_between_periods_counts(rank: int) -> None:
     assert all(map(is_equal_everywhere, model.parameters()))
     assert float(model[0].weight.detach().abs().max()) <= 0.0500001
     assert not model[2].weight.any()
+
+
+@on_ranks(3)
+def test_weights_written_on_one_rank_between_periods_are_named(rank: int) -> None:
+    """A period would begin with different weights, and ranks would differ forever."""
+    model, optimizer = plain(vote_every=2)
+    for step in range(4):
+        if step == 2 and rank == 1:
+            model[2].weight.data[3, 3] += 1e-3
+        give_gradients(model.parameters(), rank, step)
+        if step < 3:
+            optimizer.step()
+    with pytest.raises(
+        Disagreement, match=r"began, in 1 of 6 parameters, first in '2\.weight': rank 1"
+    ):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_weights_loaded_in_a_period_without_gradients_are_refused(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    for step in range(5):  # The second period has begun.
+        if step == 4:
+            param.grad.fill_(math.nan)
+        optimizer.step()
+    with torch.no_grad():
+        param.fill_(5.0)
+    with pytest.raises(Disagreement, match="on ranks 0 and 1 are farther from the last exchange"):
+        optimizer.exchange_now()
+    assert bool((param == 5.0).all())
+
+
+@on_ranks(2)
+def test_a_reordered_group_keeps_its_period(rank: int) -> None:
+    """Reverses a group, and moves a parameter to another one, as some loops do."""
+    params = [filled(1.0) for _ in range(3)]
+    groups = [{"params": params[:2], "weight_decay": 10.0}, {"params": params[2:]}]
+    optimizer = DistributedLion(groups, lr=0.01, vote_every=4, bits=8)
+    for step in range(4):
+        if step == 2:
+            optimizer.param_groups[0]["params"].reverse()
+            optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    # Two steps with decay for the one that moved, four for the one that stayed.
+    for p, decay in zip(params, (0.9**2, 0.9**4, 1.0), strict=True):
+        torch.testing.assert_close(p.detach(), torch.full_like(p, (1 - 0.04) * decay))
+
+
+@on_ranks(2)
+def test_abstentions_are_counted_if_exchanges_come_early(rank: int) -> None:
+    param, optimizer = single(vote_every=32, max_abstained_steps=5)
+    said = []
+    for _ in range(12):
+        param.grad = torch.full_like(param, math.nan if rank else 1.0)
+        optimizer.step()
+        said.append(error_of(optimizer.exchange_now))
+    number = next(number for number, text in enumerate(said) if text)
+    assert number in (4, 5)
+    assert "5 steps in a row" in said[number]
+
+
+def test_a_group_destroyed_within_a_period_is_refused() -> None:
+    param = filled(1.0)
+    optimizer = DistributedLion([param], vote_every=4)
+    optimizer.schedule.states[param] = LocalState.of(param.detach())
+    with pytest.raises(RuntimeError, match="destroyed within a period of local steps"):
+        optimizer.exchange_now()
 
 
 @pytest.mark.parametrize("change", ["strides", "dtype", "deepcopy"])

@@ -311,9 +311,9 @@ def _check_weights(path: Path, header: Header, lion: DistributedLion) -> None:
     if lion.schedule.is_local and weights not in (None, _hash_of_weights(lion)):
         raise CheckpointError(
             f"{path} belongs to other weights than the model holds: load the model of the same "
-            f"checkpoint first. If it was saved before save_momentum, within a period of local "
-            f"steps, it has one rank's own weights: call optimizer.exchange_now() before you save. "
-            f"To continue with the weights that the model holds, load no momenta"
+            f"checkpoint first, in the dtype that was trained. If it was saved within a period of "
+            f"local steps, it has one rank's own weights: call optimizer.exchange_now() before you "
+            f"save. To continue with the weights that the model holds, load no momenta"
         )
 
 

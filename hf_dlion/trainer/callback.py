@@ -130,7 +130,7 @@ class DistributedLionCallback(TrainerCallback):
     def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Exchanges the steps before an early end."""
         if (lion := find_optimizer(optimizer)) is not None:
-            exchange_rest(lion)
+            lion.exchange_now()
 
     def on_log(
         self,
@@ -169,12 +169,6 @@ class DistributedLionCallback(TrainerCallback):
         # Trainer appends a copy of `logs` to the history before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
             state.log_history[-1].update(entries)
-
-
-def exchange_rest(lion: DistributedLion) -> None:
-    """Ends the period that has begun, if there is one; every rank must call this."""
-    if lion.schedule.steps:
-        lion.exchange_now()
 
 
 def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) -> None:

@@ -42,7 +42,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.trainer.arguments import check_optim_args, internal
-from hf_dlion.trainer.callback import DistributedLionCallback, exchange_rest
+from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.optim_args import OPTIM_NAME, only_ours
 from hf_dlion.trainer.prepare import prepare, refuse
 
@@ -246,7 +246,7 @@ def _save_checkpoint(
     if lion is None:
         original(*args, **kwargs)
         return
-    exchange_rest(lion)
+    lion.exchange_now()
     with lion.peers.together(Kind.SAVE, can_meet=not is_sharded(trainer.accelerator)):
         original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
@@ -357,13 +357,13 @@ def _load_scaler(
 def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if (lion := find_optimizer(trainer.optimizer)) is None:
         return original(*args, **kwargs)
-    exchange_rest(lion)
+    lion.exchange_now()
     return original(*args, **kwargs)
 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     if (lion := find_optimizer(trainer.optimizer)) is not None:
-        exchange_rest(lion)  # If there is no file to load, this model stays.
+        lion.exchange_now()  # If there is no file to load, this model stays.
         lion.detach()  # Otherwise the optimizer would later overwrite the loaded weights.
     original()
 
@@ -374,7 +374,7 @@ def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *giv
     Before callbacks, so what they write into the weights holds in what is evaluated and saved.
     """
     lion = find_optimizer(trainer.optimizer)
-    if lion is not None and lion.schedule.steps:
+    if lion is not None and lion.schedule.is_local:
         args, state, control = given
         planned, flow = copy.copy(control), DefaultFlowCallback()
         getattr(flow, name)(args, state, planned)

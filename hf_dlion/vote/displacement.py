@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.wire import WireStats, digest
 from hf_dlion.ranks.fingerprint import fingerprints
 from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.replicas import compare_parameters
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.context import StepContext
@@ -42,13 +44,8 @@ REMEDY = (
 )
 
 
-def exchange(
-    layout: Layout,
-    counts: Sequence[int],
-    decays: Sequence[float],
-    paths: Sequence[float],
-    context: StepContext,
-    ranks: Topology,
+def average(
+    layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
 ) -> list[str]:
     """Moves the parameters by the mean of how far the ranks moved; every rank must call this.
 
@@ -57,17 +54,17 @@ def exchange(
     Args:
         layout: The tensors, with local states.
         counts: How many ranks had a finite gradient of each parameter in the period.
-        decays: The factor D of each parameter group.
-        paths: Sum of each group's lr over the period, how far its steps can have moved an element.
         context: The context, whose step is the number of this exchange.
-        ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) P for amounts, 8 (N - 1) more
-            with nodes, those of `exchange.routes`, and of `full_precision.set_means`.
+        ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) (P + 1) for amounts and a
+            hash, 8 (N - 1) more with nodes, those of `exchange.routes`, and of
+            `full_precision.set_means`.
 
     Raises:
-        Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
+        Disagreement: On every rank, before a parameter moves, if weights were replaced on one
+            within the period, or the ranks began it with different weights.
     """
     voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
-    by_voter, texts = _amounts_by_voter(layout, scale, paths, context, ranks)
+    by_voter, texts = _amounts_by_voter(layout, scale, context, ranks)
     scale.set_magnitudes(layout.slots, by_voter)
     for slot, count, *found in zip(layout.slots, counts, *by_voter, strict=True):
         if not count and not any(found):  # No rank moved it.
@@ -76,7 +73,7 @@ def exchange(
     source = partial(displacement, context=context)
     tasks = []
     for message in layout.messages:
-        move = partial(move_message, message, decays, context, stats)
+        move = partial(move_message, message, context, stats)
         tasks.append(averaged(message, scale, source, move, context, ranks))
     in_lockstep(tasks)
     # Tensors of `full_precision` are averaged without votes.
@@ -84,7 +81,7 @@ def exchange(
     stats.lap("exchange_s", layout.device)
     for piece in (piece for message in layout.full for piece in message.pieces):
         if piece.has("target"):
-            _move(piece, piece.read("mean", context.scratch), decays, context)
+            _move(piece, piece.read("mean", context.scratch), context)
     for slot in layout.slots:
         slot.mean = None
     stats.lap("apply_s", layout.device)
@@ -92,65 +89,80 @@ def exchange(
 
 
 def _amounts_by_voter(
-    layout: Layout, scale: Scale, paths: Sequence[float], context: StepContext, ranks: Topology
+    layout: Layout, scale: Scale, context: StepContext, ranks: Topology
 ) -> tuple[list[list[float]], list[str]]:
     """Returns the amount of each parameter by voter, and warnings of those that aren't finite."""
-    found = [*layout.messages, *layout.full]
+    everyone, found = ranks.everyone, [*layout.messages, *layout.full]
     own = scale.amounts(layout.slots, found, partial(displacement, context=context), context)
     texts = []
     for k, slot in enumerate(layout.slots):
         if not math.isfinite(own[k]):
-            _forget_move(slot)
             own[k] = 0.0
+            _forget_move(slot)
             texts.append(
                 f"the weights of {slot.name!r} were not finite on rank {dist.get_rank()}, which "
                 f"continues with those of the other ranks"
             )
-        elif _was_replaced(slot, own[k], paths):
+        elif _was_replaced(slot, own[k]):
             own[k] = _REPLACED
+    anchors = {slot.name: slot.local.anchor for slot in layout.slots if slot.local is not None}
     words = torch.tensor(own, dtype=torch.float64).view(torch.int64).tolist()
+    words.append(digest(fingerprints([*anchors.values()])))
     if ranks.node is not None:
         tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.c)]
         words.append(digest(fingerprints([t for t in tensors if t is not None])))
     # Of all ranks, so those that hold other shards, or are in other nodes, raise together.
-    table = ranks.everyone.gather_words(words, "how far weights were moved")
+    table = everyone.gather_words(words, "how far weights were moved")
     rows = table[:, : len(own)].contiguous().view(torch.float64).tolist()
     for slot, *by_rank in zip(layout.slots, *rows, strict=True):
         if those := [rank for rank, amount in enumerate(by_rank) if amount == _REPLACED]:
             raise Disagreement(
-                f"the weights of {slot.name!r} on {ranks.everyone.named(those)} are farther from "
-                f"the last exchange's than steps can have moved them, so something replaced them. "
+                f"the weights of {slot.name!r} on {everyone.named(those)} are farther from the "
+                f"last exchange's than steps can have moved them, so something replaced them. "
                 f"{REMEDY}"
             )
+    hashes = table[:, len(own)].tolist()
+    same_parts = ranks.same_parts or [[*range(everyone.world_size)]]
+    if any([len({hashes[rank] for rank in same}) > 1 for same in same_parts]):
+        compare_parameters(
+            lambda: [*anchors.items()], everyone, ranks.same_parts, REMEDY,
+            when=", with which the last period of local steps began,",
+        )  # fmt: skip
     if node := ranks.unequal_node(table[:, -1].tolist()):
         raise Disagreement(
-            f"{ranks.everyone.named(node)} vote as one node, but their weights differ: something "
+            f"{everyone.named(node)} vote as one node, but their weights differ: something "
             f"changed gradients or weights on one of them after DDP averaged the gradients. "
             f"{SAME_IN_NODE}"
         )
-    return [rows[ranks.everyone.ranks.index(rank)] for rank in ranks.voters.ranks], texts
+    return [rows[everyone.ranks.index(rank)] for rank in ranks.voters.ranks], texts
 
 
 def _forget_move(slot: Slot) -> None:
+    """Puts the anchor into a slot; one that isn't finite itself takes no part on any rank."""
     if slot.x is not None:
         slot.p.copy_(slot.x)
     if slot.c is not None:
         slot.c.zero_()
+    if not slot.p.isfinite().all():
+        slot.target = None
 
 
-def _was_replaced(slot: Slot, amount: float, paths: Sequence[float]) -> bool:
+def _was_replaced(slot: Slot, amount: float) -> bool:
     """Returns whether a rank is farther from an anchor than the steps can have moved it.
 
     Weights that are loaded on some ranks are, unless they are close to the anchor.
     """
-    limit = 2 * paths[slot.group]  # Rounding can double a move, but not more.
-    if amount <= limit or (x := slot.x) is None or not slot.size:
+    if slot.local is None or (x := slot.x) is None or not slot.size:
         return False
-    # What many steps can round; that of 16 bits is in the compensation.
+    limit = 2 * slot.local.path  # Rounding can double a move, but not more.
+    if amount <= limit:
+        return False
+    # What many steps can round: units in the last place of x, or of a compensation of 16 bits,
+    # which is at least the smallest number.
     info = torch.finfo(x.dtype)
     eps = info.eps if slot.c is None else info.eps**2
-    rounding = 16 * eps * float(x.abs().max()) + 128 * info.eps * info.smallest_normal
-    return amount > limit + rounding
+    smallest = info.eps * info.smallest_normal
+    return amount > limit + 16 * eps * float(x.abs().max()) + 128 * smallest
 
 
 def displacement(piece: Piece, context: StepContext) -> Tensor:
@@ -160,23 +172,26 @@ def displacement(piece: Piece, context: StepContext) -> Tensor:
     return w.sub_(piece.read("c", context.scratch)) if piece.is_low else w
 
 
-def move_message(
-    message: Message, decays: Sequence[float], context: StepContext, stats: WireStats, mean: Mean
-) -> None:
+def move_message(message: Message, context: StepContext, stats: WireStats, mean: Mean) -> None:
     """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
     moving = [piece for piece in message.pieces if piece.has("target")]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
         stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.own(head)))
     if on_gpu.covers(message, mean.rule.ranks):
-        on_gpu.end_period(message, mean.verdict, mean.rule, decays, mean.scale.unit, context)
+        on_gpu.end_period(message, mean.verdict, mean.rule, mean.scale.unit, context)
         return
     for piece in moving:
-        _move(piece, mean.of(piece), decays, context)
+        _move(piece, mean.of(piece), context)
 
 
-def _move(piece: Piece, d: Tensor, decays: Sequence[float], context: StepContext) -> None:
+def _move(piece: Piece, d: Tensor, context: StepContext) -> None:
     p = piece.read("target", context.scratch)
-    torch.sub(piece.read("x", context.scratch), d, out=p).mul_(decays[piece.group])
+    torch.sub(piece.read("x", context.scratch), d, out=p)
+    decays = [1.0 if part.slot.local is None else part.slot.local.decay for part in piece.parts]
+    if len(set(decays)) == 1:
+        p.mul_(decays[0])
+    else:  # A parameter began to train within the period.
+        p.view(-1, WORD).mul_(piece.by_word(decays, p).view(-1, 1))
     piece.write("target", p, partial(context.random, PARAMETERS))
 
 

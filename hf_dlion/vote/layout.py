@@ -60,12 +60,16 @@ class LocalState:
         compensation: What the rounding of a 16-bit parameter leaves out, in its dtype: this rank
             trains p + c. None for 32 and 64 bits.
         used: Whether this rank had a finite gradient of the parameter in the period.
+        decay: Product D of 1 - lr * weight_decay over the period.
+        path: Sum of lr over the period, how far the steps can have moved an element.
         own: This rank's weights while the model holds the anchor (`common_weights`), else None.
     """
 
     anchor: Tensor
     compensation: Tensor | None
     used: bool = False
+    decay: float = 1.0
+    path: float = 0.0
     own: Tensor | None = None
 
     @classmethod

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, digest
 from hf_dlion.options import Groups, Options, hyperparameters
@@ -32,7 +31,7 @@ from hf_dlion.ranks.meeting import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.vote import on_gpu
 from hf_dlion.vote.context import StepContext
-from hf_dlion.vote.displacement import exchange
+from hf_dlion.vote.displacement import average
 from hf_dlion.vote.layout import Layout, LocalState, Piece
 from hf_dlion.vote.rounding import COMPENSATIONS, PARAMETERS
 from hf_dlion.vote.step import Schedule, direction
@@ -55,35 +54,15 @@ def vote_every_for(step_s: float, exchange_s: float) -> int:
 class Period:
     """The steps since the last exchange, the same on every rank.
 
-    By the first parameter of each group, because groups may be removed, `decays` has the product D
-    of 1 - lr * weight_decay, and `paths` the sum of lr. `history` is a hash of every step's lr,
-    betas, and weight decay.
+    `history` is a hash of every step's lr, betas, and weight decay.
     """
 
     steps: int = 0
-    decays: dict[Tensor, float] = field(default_factory=dict)
-    paths: dict[Tensor, float] = field(default_factory=dict)
     history: int = 0
 
     def and_a_step(self, groups: Groups) -> Period:
         """Returns the period with one more step."""
-        decays, paths = dict(self.decays), dict(self.paths)
-        for group in groups:
-            for first in group["params"][:1]:
-                lr = float(group["lr"])
-                shrink = 1 - lr * float(group["weight_decay"])
-                decays[first] = decays.get(first, 1.0) * shrink
-                paths[first] = paths.get(first, 0.0) + lr
-        history = digest([self.history, hyperparameters(groups)])
-        return Period(self.steps + 1, decays, paths, history)
-
-    def decays_of(self, groups: Groups) -> list[float]:
-        """Returns the factor D of each group."""
-        return [math.prod(self.decays.get(p, 1.0) for p in group["params"][:1]) for group in groups]
-
-    def paths_of(self, groups: Groups) -> list[float]:
-        """Returns the sum of lr of each group."""
-        return [sum(self.paths.get(p, 0.0) for p in group["params"][:1]) for group in groups]
+        return Period(self.steps + 1, digest([self.history, hyperparameters(groups)]))
 
 
 def schedule_of(options: Options) -> Schedule:
@@ -187,19 +166,19 @@ class LocalSteps(Schedule):
         period = self.next_period if kind is Kind.EXCHANGE else self.period
         return {"exchanges": self.exchanges, "steps since the last exchange": period.steps}
 
-    def equal_history(self, kind: Kind, groups: Groups) -> dict[str, object]:
+    def equal_history(self, kind: Kind) -> dict[str, object]:
         """Returns what must have been equal in each step, by name."""
         period = self.next_period if kind is Kind.EXCHANGE else self.period
-        return {
-            "lr of each group, summed since the last exchange": period.paths_of(groups),
-            HISTORY: period.history,
-        }
+        return {HISTORY: period.history}
 
-    def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None) -> bool:
-        """Returns whether a step moves own weights: if there are several voters, and one moves."""
+    def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None, steps: int) -> bool:
+        """Returns whether a step moves own weights: if there are several voters.
+
+        Before the first step that is counted, a rank must have a finite gradient.
+        """
         if ranks is None or ranks.voters.world_size == 1:
             return False
-        return kind is not Kind.STEP or any(agreed.counts)
+        return kind is not Kind.STEP or any(agreed.counts) or steps > 0
 
     def step(self, layout: Layout, context: StepContext) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin`.
@@ -207,10 +186,17 @@ class LocalSteps(Schedule):
         The first step of a period keeps anchors. Later, a parameter gets one after a header, which
         has found equal weights on all ranks.
         """
+        lrs = [float(group["lr"]) for group in context.groups]
+        shrink = [
+            1 - lr * float(group["weight_decay"])
+            for lr, group in zip(lrs, context.groups, strict=True)
+        ]
         for slot in layout.slots:
             if slot.local is None:
                 slot.local = self.states[slot.param] = LocalState.of(slot.part)
             slot.local.used |= slot.grad is not None
+            slot.local.decay *= shrink[slot.group]
+            slot.local.path += lrs[slot.group]
             slot.target = None if slot.grad is None else slot.p
         context.age_rows(layout.slots)
         pieces = layout.pieces
@@ -228,29 +214,23 @@ class LocalSteps(Schedule):
     ) -> tuple[int, list[str]]:
         """Ends the period; every rank must call this. Bytes: see `displacement.exchange`.
 
-        `counts` has how many ranks used each parameter. It returns the number of the exchange, 0 if
-        no rank had a gradient, and warnings.
+        `counts` has how many ranks used each parameter. It returns the number of the exchange, 0
+        without a step since the last one, and warnings.
 
         Raises:
             Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
         """
-        texts: list[str] = []
-        if number := self.exchanges + 1 if any(counts) else 0:
-            stats, groups = ranks.voters.stats, context.groups
-            stats.lap("", layout.device)
-            for slot in layout.slots:
-                slot.target = None if slot.local is None else slot.p
-            # Votes, and the rounding of what moves, depend on the number of the exchange.
-            texts = exchange(
-                layout, counts, self.period.decays_of(groups), self.period.paths_of(groups),
-                replace(context, step=number), ranks,
-            )  # fmt: skip
-            stats.exchanges += 1
-        else:
-            for slot in layout.slots:
-                if slot.local is not None:
-                    slot.part.copy_(slot.local.anchor)
-        self.reset(self.exchanges + bool(number))
+        if not self.states:
+            self.reset(self.exchanges)
+            return 0, []
+        stats, number = ranks.voters.stats, self.exchanges + 1
+        stats.lap("", layout.device)
+        for slot in layout.slots:
+            slot.target = None if slot.local is None else slot.p
+        # Votes, and the rounding of what moves, depend on the number of the exchange.
+        texts = average(layout, counts, replace(context, step=number), ranks)
+        stats.exchanges += 1
+        self.reset(number)
         for slot in layout.slots:
             slot.local = None
         return number, texts

@@ -155,15 +155,19 @@ def own_step(messages: Sequence[Message], context: StepContext) -> None:
 
 
 def end_period(
-    message: Message, verdict: Verdict, rule: Average, decays: Sequence[float],
-    unit: Callable[[Slot], float], context: StepContext,
+    message: Message, verdict: Verdict, rule: Average, unit: Callable[[Slot], float],
+    context: StepContext,
 ) -> None:  # fmt: skip
     """Moves a message's parameters by an exchange of local steps; see `displacement`."""
-    numbers = {"unit": unit, "decay": lambda slot: decays[slot.group]}
+    numbers = {"unit": unit, "decay": _decay}
     keys = {"key_p": _key(context, PARAMETERS)}
     moving = [part for part in parts_of(message) if part.slot.x is not None]
     lines = _lines(Table(message.device), moving, ("target", "x"), numbers, keys)
     _by_verdict("exchange", lines, verdict, ranks=rule.ranks, top=rule.top)
+
+
+def _decay(slot: Slot) -> float:
+    return 1.0 if slot.local is None else slot.local.decay
 
 
 @functools.cache

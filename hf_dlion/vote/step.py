@@ -85,12 +85,12 @@ class Schedule:
         """Returns what must be equal on all ranks, by name."""
         return {}
 
-    def equal_history(self, kind: Kind, groups: Groups) -> dict[str, object]:
+    def equal_history(self, kind: Kind) -> dict[str, object]:
         """Returns what must have been equal in each step, by name."""
         return {}
 
-    def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None) -> bool:
-        """Returns whether a step moves weights of this rank's own."""
+    def is_own_step(self, kind: Kind, agreed: Agreed, ranks: Topology | None, steps: int) -> bool:
+        """Returns whether a step after so many others moves weights of this rank's own."""
         return False
 
     def forget_meeting(self) -> None:

@@ -190,6 +190,21 @@ def test_a_run_resumed_with_local_steps_equals_the_one_that_saved(
 
 
 @on_ranks(2)
+def test_a_resumed_run_counts_a_step_without_finite_gradients(rank: int, tmp_path: Path) -> None:
+    """As the one that saved, which has no header in that step."""
+    runs = [Run(rank, steps=4, vote_every=3)]
+    runs[0].save(tmp_path)
+    runs.append(Run(rank, model_of(1), vote_every=3))
+    runs[1].load(tmp_path)
+    for run in runs:
+        for p in run.model.parameters():
+            p.grad = torch.full_like(p, torch.nan)
+        run.lion.step()
+        assert run.lion.steps == 5
+    assert same(runs[0].train(4), runs[1].train(4))
+
+
+@on_ranks(2)
 def test_momenta_of_a_file_with_own_weights_are_read_with_a_warning(
     rank: int, tmp_path: Path
 ) -> None:

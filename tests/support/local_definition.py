@@ -93,7 +93,7 @@ class LocalLions(Lions):
 
     def exchange(self) -> None:
         """Exchanges how far every rank was moved in the period."""
-        if any(self.used):
+        if self.taken:
             self.exchanges += 1
             self._exchange()
             if self.sync_every and self.exchanges % self.sync_every == 0:

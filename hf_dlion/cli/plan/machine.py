@@ -255,7 +255,7 @@ def _local_work(param: Tensor) -> Calls:
 
     def end_period() -> None:
         for message, mean in zip(layout.messages, means, strict=True):
-            move_message(message, [1.0], context, WireStats(), mean)
+            move_message(message, context, WireStats(), mean)
 
     def average_momenta() -> None:
         of_momenta = partial(momentum, context=context)
