@@ -11,8 +11,9 @@ import transformers
 
 from hf_dlion.trainer.optim_args import OPTIM_NAME, as_text, parse_optim_args
 
-# Attribute of TrainingArguments whose options are checked.
-_CHECKED = "_hf_dlion_checked"
+# Method that checks TrainingArguments when they are made, and the mark of a class where it also
+# checks our options.
+_CHECK, _CHECKED = "__post_init__", "_hf_dlion_checked"
 
 
 def missing(what: str) -> RuntimeError:
@@ -72,11 +73,11 @@ def check_optim_args(args: Any) -> None:
 
 
 def _check_when_made(arguments: Any) -> None:
-    original = arguments.__post_init__
+    original = getattr(arguments, _CHECK)
 
     @functools.wraps(original)
-    def post_init(args: Any) -> None:
+    def check(args: Any) -> None:
         check_optim_args(args)
         original(args)
 
-    arguments.__post_init__ = post_init
+    setattr(arguments, _CHECK, check)
