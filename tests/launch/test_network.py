@@ -163,7 +163,7 @@ def test_two_nodes_get_their_interface_and_the_doctor_measures(
     nodes: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint('took', os.environ['GLOO_SOCKET_IFNAME'])\n")
+    script.write_text("import os, torch\nprint('took', os.environ['GLOO_SOCKET_IFNAME'])\n")
 
     def run(rank: int, module: list[str]) -> str:
         clean = ["env", "-u", "GLOO_SOCKET_IFNAME", "-u", "NCCL_SOCKET_IFNAME"]
