@@ -38,6 +38,7 @@ from hf_dlion.options import Options
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
+ADAMW_BETAS = (0.9, 0.999)  # torch's defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ class Hyper:
     Attributes:
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
-        betas: Betas of Lion; AdamW uses torch's defaults.
+        betas: Betas of Lion.
+        adamw_betas: Betas of AdamW.
         seed: Seed of weights and batches, and of DistributedLion.
         steps: Number of steps of the run; 0 if unknown.
         lr_factors: Patterns of parameter names, each with the factor of their learning rate; the
@@ -57,6 +59,7 @@ class Hyper:
     lr: float = 1e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
+    adamw_betas: tuple[float, float] = ADAMW_BETAS
     seed: int = 0
     steps: int = 0
     lr_factors: tuple[tuple[str, float], ...] = ()
@@ -241,8 +244,9 @@ def _in_bf16(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def adamw(model: nn.Module, hyper: Hyper) -> Optimizer:
-    """Returns AdamW with torch's betas."""
-    return AdamW(groups_of(model, hyper), hyper.lr, weight_decay=hyper.weight_decay, fused=True)
+    """Returns AdamW with a run's hyperparameters."""
+    groups, decay = groups_of(model, hyper), hyper.weight_decay
+    return AdamW(groups, hyper.lr, hyper.adamw_betas, weight_decay=decay, fused=True)
 
 
 def distributed_lion(model: nn.Module, hyper: Hyper, **options: Any) -> DistributedLion:

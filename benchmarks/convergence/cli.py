@@ -22,7 +22,7 @@ from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.tasks import TASKS, task_class
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import METHODS, method_of
+from benchmarks.methods import ADAMW_BETAS, METHODS, method_of
 from benchmarks.plot import figure
 from hf_dlion.cli.arguments import Parser, above_zero, positive, rate
 
@@ -116,7 +116,8 @@ def _trials(args: argparse.Namespace, text: str = "") -> list[Trial]:
     given = {"adamw": args.lr_adamw, "lion": args.lr_lion}
     names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
     same = {name: getattr(args, name) for name in (*names, "real", "warmup", "bf16")}
-    same |= {"betas": tuple(args.betas), "clip": args.clip or 0.0, "folder": args.out}
+    same |= {"betas": tuple(args.betas), "adamw_betas": tuple(args.betas_adamw)}
+    same |= {"clip": args.clip or 0.0, "folder": args.out}
     trials = []
     for task, workers, batch, method in itertools.product(
         args.tasks, args.workers, args.batch, args.methods
@@ -208,6 +209,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--clip", type=float, metavar="NORM", help=clip)
     betas = "Betas of Lion (default: 0.9 0.99)."
     add("--betas", nargs=2, type=float, default=[0.9, 0.99], help=betas)
+    betas = "Betas of AdamW (default: {:g} {:g}).".format(*ADAMW_BETAS)
+    add("--betas-adamw", nargs=2, type=float, default=ADAMW_BETAS, help=betas)
     warmup = f"Share of the steps in which the learning rate rises (default: {WARMUP})."
     add("--warmup", type=_share, default=WARMUP, help=warmup)
     bf16 = "Compute the forward pass in bfloat16, by autocast (default: float32)."

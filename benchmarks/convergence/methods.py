@@ -241,8 +241,19 @@ IN_PROCESS: dict[str, Callable[[Task, Setting], Workers]] = {
         for name in ("majority", "average", "bits2", "bits4", "sync16")
     },
 }
+# Options of DistributedLion that `Votes` follows.
+_SIMULATED = {"bits", "aggregation", "ties", "level_scale", "momentum_sync_every"}
 # Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
 NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node")
+
+
+def in_process(name: str) -> Callable[[Task, Setting], Workers] | None:
+    """Returns what makes a method's workers in this process, or None if it needs real ranks."""
+    if name in IN_PROCESS:
+        return IN_PROCESS[name]
+    options = method_of(name).options or {}
+    votes = ":" in name and options.keys() <= _SIMULATED
+    return partial(Votes, **options) if votes else None
 
 
 def check_method(setting: Setting) -> None:
@@ -255,7 +266,7 @@ def check_method(setting: Setting) -> None:
     method_of(name)
     if name in NOT_TRAINED:
         raise ValueError(f"{name!r} trains no common model; use it in benchmarks/step_time.py")
-    if not setting.real and name not in IN_PROCESS:
+    if not setting.real and in_process(name) is None:
         raise ValueError(f"{name!r} runs on real ranks only; add --real")
     if setting.lr_factors and name == "demo":
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.command import print_table
 from benchmarks.convergence.results import Result, spread, with_spread
 from benchmarks.convergence.setting import WARMUP
+from benchmarks.methods import ADAMW_BETAS
 from benchmarks.plot import figure, logarithmic, look, save
 from hf_dlion.cli.arguments import rate
 
@@ -46,12 +47,14 @@ def step_times(together: Sequence[Result], links: Sequence[str], gradient_s: flo
 def title(together: Sequence[Result]) -> str:
     """Returns the settings that compared results have in common."""
     common, (record, *_) = together[0].setting, together[0].records.values()
+    betas = common.adamw_betas
     workers = ", ".join(map(str, sorted({result.setting.workers for result in together})))
     return (
         f"{common.task}: {record['parameters']:,} parameters, {workers} "
         f"{'real ranks' if common.real else 'workers'} x {common.batch} x {common.sequence}, "
         f"{common.steps} steps, betas {common.betas[0]:g} {common.betas[1]:g}, "
         f"weight decay {common.weight_decay:g}"
+        + (f", AdamW's betas {betas[0]:g} {betas[1]:g}" if betas != ADAMW_BETAS else "")
         + (f", clipped to {common.clip:g}" if common.clip else "")
         + (f", warm-up {common.warmup:g}" if common.warmup != WARMUP else "")
         + "".join(f", {pattern} x{factor:g}" for pattern, factor in common.lr_factors)

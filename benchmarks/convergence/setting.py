@@ -9,13 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from benchmarks.methods import Hyper
+from benchmarks.methods import ADAMW_BETAS, Hyper
 
 WARMUP = 0.05
 # Values that a run's identity leaves out, since older records don't have them.
 _LATER = {
     "clip": 0.0, "warmup": WARMUP, "lr_factors": (), "text": "", "vocabulary": 0, "untied": False,
-    "bf16": False,
+    "bf16": False, "adamw_betas": ADAMW_BETAS,
 }  # fmt: skip
 # Where a run finds its files. Its result doesn't depend on them.
 _PLACES = ("folder", "files")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.convergence.methods import IN_PROCESS, RealRank, Workers, check_method
+from benchmarks.convergence.methods import RealRank, Workers, check_method, in_process
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import Task, task_class
 from benchmarks.ranks import launch
@@ -22,8 +22,9 @@ from benchmarks.ranks import launch
 def simulate(setting: Setting) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run."""
     check_method(setting)
-    task = task_class(setting.task)(setting)
-    return train(setting, task, IN_PROCESS[setting.method](task, setting))
+    task, make = task_class(setting.task)(setting), in_process(setting.method)
+    assert make is not None  # It has been checked.
+    return train(setting, task, make(task, setting))
 
 
 def run_real(setting: Setting) -> dict[str, Any]:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from benchmarks.convergence.methods import IN_PROCESS, NOT_TRAINED, RealRank, check_method
+from benchmarks.convergence.methods import (
+    IN_PROCESS,
+    NOT_TRAINED,
+    RealRank,
+    check_method,
+    in_process,
+)
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.text import Pretraining
 from benchmarks.convergence.train import simulate, train
@@ -41,12 +47,15 @@ def of_rank(rank: int, world_size: int, settings: list[Setting]) -> list[Any]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int) -> None:
-    settings = [TINY.replace(method=name, workers=workers, steps=30) for name in BOTH]
+    names = [*BOTH, "majority:bits=2,momentum_sync_every=8"]
+    settings = [TINY.replace(method=name, workers=workers, steps=30) for name in names]
     settings[2:3] = [settings[2].replace(lr_factors=(("*embed*", 3.0), ("*norm*", 0.5)), clip=0.5)]
     settings[-1] = settings[-1].replace(bf16=True)
     real = pools(workers).run(of_rank, settings)[0]
     for setting, (of_real, expected) in zip(settings, real, strict=True):
-        record, values = outcome(setting, IN_PROCESS[setting.method](Pretraining(setting), setting))
+        make = in_process(setting.method)
+        assert make is not None
+        record, values = outcome(setting, make(Pretraining(setting), setting))
         if workers == 2 or setting.method not in ("adamw", "lion"):  # A ring's order of three.
             assert same(values, expected), setting.method
             assert record["loss"] == of_real["loss"]
@@ -150,6 +159,21 @@ def test_learning_rates_are_multiplied_by_the_factor_of_the_first_pattern(method
         assert most == pytest.approx(factor, rel=1e-3), name
 
 
+def test_betas_of_adamw_are_not_those_of_lion() -> None:
+    setting = TINY.replace(adamw_betas=(0.9, 0.95), betas=(0.95, 0.98))
+    made = IN_PROCESS["adamw"](Pretraining(setting), setting)
+    assert made._optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    losses = {
+        method: [simulate(setting.replace(method=method, **betas))["loss"] for betas in both]
+        for method, both in {
+            "adamw": ({}, {"betas": (0.5, 0.5)}, {"adamw_betas": (0.5, 0.5)}),
+            "majority": ({}, {"adamw_betas": (0.5, 0.5)}, {"betas": (0.5, 0.5)}),
+        }.items()
+    }
+    for same_loss, again, other in losses.values():
+        assert same_loss == again != other
+
+
 @pytest.mark.parametrize(("method", "count"), [("adamw", 2), ("majority", 4)])
 def test_the_mean_gradient_is_clipped_or_each_workers_own_if_it_votes(
     method: str, count: int, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +197,8 @@ def test_the_mean_gradient_is_clipped_or_each_workers_own_if_it_votes(
     [
         ({"method": "demo", "real": True, "lr_factors": (("*", 2.0),)}, "doesn't work with demo"),
         ({"method": "bf16"}, "'bf16' runs on real ranks only; add --real"),
+        ({"method": "majority:vote_every=2"}, "'majority:vote_every=2' runs on real ranks only"),
+        ({"method": "sync16:momentum_sync='auto'"}, "runs on real ranks only; add --real"),
         ({"method": "none"}, "'none' trains no common model; use it in benchmarks/step_time.py"),
     ],
 )

@@ -22,7 +22,7 @@ from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.convergence.text import FineTuning
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import METHODS
+from benchmarks.methods import ADAMW_BETAS, METHODS
 from examples import smollm2
 from tests.support.help_text import checked_help, refused
 from tests.support.tiny_study import TINY
@@ -126,6 +126,7 @@ def test_the_hash_of_a_setting_finds_the_records_of_the_documentation(path: Path
         assert values.pop("schedule") == "cosine"
         values |= {"task": values.pop("scene"), "betas": tuple(values["betas"])}
         values["lr_factors"] = tuple(map(tuple, values.get("lr_factors", ())))
+        values["adamw_betas"] = tuple(values.get("adamw_betas", ADAMW_BETAS))
         setting = Setting(**values)
         assert setting.key == record["key"]
         assert setting.identity() == record["setting"]
@@ -152,9 +153,9 @@ def test_a_runs_identity_is_everything_but_its_folder() -> None:
     assert TINY.replace(folder="/elsewhere").key == TINY.key
     changes = {"lr": 1.0, "real": True, "betas": (0.9, 0.9), "clip": 1.0, "warmup": 0.1}
     keys = {TINY.replace(**{name: value}).key for name, value in changes.items()}
-    keys.add(TINY.replace(lr_factors=(("*", 0.5),)).key)
-    assert len(keys - {TINY.key}) == 6
-    assert not {"clip", "warmup", "lr_factors"} & set(TINY.identity())
+    keys |= {TINY.replace(lr_factors=(("*", 0.5),)).key, TINY.replace(adamw_betas=(0.9, 0.95)).key}
+    assert len(keys - {TINY.key}) == 7
+    assert not {"clip", "warmup", "lr_factors", "adamw_betas"} & set(TINY.identity())
 
 
 def test_learning_rates_rise_and_fall() -> None:
