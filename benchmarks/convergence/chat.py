@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from benchmarks.convergence.tasks import Task, evaluating, generator, seeded, wi
 from examples import smollm2
 
 VALIDATION_ROWS, VALIDATION_BATCH = 64, 16
+Turns = list[dict[str, str]]
 IGNORED = -100  # A label that the losses of transformers leave out.
 
 
@@ -28,8 +30,7 @@ class Chat(Task):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._splits, self._base = smollm2.standard_library(), Path(setting.folder) / "smollm2"
-        self._tokenizer: Any = None
+        self._base, self._tokenizer = Path(setting.folder) / "smollm2", None
 
     def prepare(self) -> None:
         """Writes the base, unless the folder already has it."""
@@ -55,17 +56,25 @@ class Chat(Task):
 
     def batch(self, worker: int, step: int, seed: int) -> dict[str, Tensor]:
         """Returns tokens, mask and labels, int64, shape (batch, tokens of the longest)."""
-        rows = self._splits["train"]
-        chosen = generator(seed, worker, step).integers(0, len(rows), self.setting.batch)
-        return self._batch_of([rows[int(index)]["messages"] for index in chosen])
+        return self._batch_of(self._train(generator(seed, worker, step)))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss: Tensor = model(**batch).loss
         return loss
 
+    def _train(self, rng: np.random.Generator) -> list[Turns]:
+        """Returns the conversations of a batch."""
+        rows = smollm2.standard_library()["train"]
+        chosen = rng.integers(0, len(rows), self.setting.batch)
+        return [rows[int(index)]["messages"] for index in chosen]
+
+    def _held_out(self) -> list[Turns]:
+        """Returns conversations about modules that are not in the training split."""
+        return _spread(smollm2.standard_library()["validation"]["messages"], VALIDATION_ROWS)
+
     def validation(self, model: nn.Module) -> float:
-        """Returns nats per token of answers about modules that are not in the training split."""
-        rows = _spread(self._splits["validation"]["messages"], VALIDATION_ROWS)
+        """Returns nats per token of held-out answers."""
+        rows = self._held_out()
         total, tokens = 0.0, 0
         with evaluating(model):
             for first in range(0, len(rows), VALIDATION_BATCH):
@@ -85,13 +94,13 @@ class Chat(Task):
             self._tokenizer = AutoTokenizer.from_pretrained(self._base)
         return self._tokenizer
 
-    def _tokens(self, turns: list[dict[str, str]], prompt: bool) -> list[int]:
+    def _tokens(self, turns: Turns, prompt: bool) -> list[int]:
         tokenizer = self.tokenizer()
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
         tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
-    def _batch_of(self, rows: list[list[dict[str, str]]]) -> dict[str, Tensor]:
+    def _batch_of(self, rows: list[Turns]) -> dict[str, Tensor]:
         length = self.setting.sequence
         whole = [self._tokens(turns, prompt=False)[:length] for turns in rows]
         asked = [len(self._tokens(turns[:1], prompt=True)) for turns in rows]

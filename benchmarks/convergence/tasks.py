@@ -28,6 +28,10 @@ TASKS = {
     "text": ("files:Files", "Training on text files, of which no piece is seen twice"),
     "smollm2-text": ("files:SmolLM2", "The task text with SmolLM2-135M-Instruct"),
     "smollm2": ("chat:Chat", "Fine-tuning of SmolLM2-135M-Instruct on descriptions of functions"),
+    "smollm2-answers": (
+        "answers:Answers",
+        "Fine-tuning of SmolLM2-135M-Instruct on questions with one right answer",
+    ),
     "smollm2-lora": ("chat:ChatLoRA", "The task smollm2 with LoRA"),
 }
 

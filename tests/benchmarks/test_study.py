@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from benchmarks.convergence.answers import KINDS, Answers
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
 from benchmarks.convergence.files import Files
@@ -19,7 +23,7 @@ from benchmarks.convergence.methods import NOT_TRAINED
 from benchmarks.convergence.report import step_times
 from benchmarks.convergence.results import Records, Result, Trial, results
 from benchmarks.convergence.setting import Setting
-from benchmarks.convergence.tasks import TASKS
+from benchmarks.convergence.tasks import TASKS, generator
 from benchmarks.convergence.text import FineTuning
 from benchmarks.convergence.train import run_real, simulate
 from benchmarks.methods import ADAMW_BETAS, METHODS
@@ -313,6 +317,41 @@ def test_a_chat_model_learns_answers_about_modules_in_no_other_split(small_base:
         assert record["loss"] < record["curve"][0][1]
     with pytest.raises(ValueError, match="--sequence 16 leaves no room for an answer"):
         Chat(small_base.replace(sequence=16)).batch(0, 0, 0)
+
+
+@pytest.mark.full
+def test_questions_of_a_script_have_right_answers_and_held_out_ones_are_never_trained_on(
+    small_base: Setting,
+) -> None:
+    task = Answers(small_base.replace(task="smollm2-answers", batch=400))
+    train = {turns[0]["content"]: turns[1]["content"] for turns in task._train(generator(0, 1, 2))}
+    held_out = {turns[0]["content"]: turns[1]["content"] for turns in task._held_out()}
+    assert not train.keys() & held_out.keys()
+    for question, answer in (train | held_out).items():
+        numbers = list(map(int, re.findall(r"\d+", question)))
+        first, *_, last = numbers
+        kind = next(word for word in ("plus", "times", "Sort", "date") if word in question)
+        if kind == "date":
+            day = datetime.datetime.strptime(question.split("after ")[1], "%d %B %Y?")
+            right = (day + datetime.timedelta(days=first)).date().isoformat()
+        else:
+            values = {"plus": first + last, "times": first * last, "Sort": sorted(numbers)}
+            right = str(values[kind]).strip("[]")
+        assert answer == right
+    assert simulate(task.setting.replace(batch=2))["details"].keys() == {"exact", *KINDS}
+
+    class Knowing(nn.Module):
+        """Gives each row's next tokens, but errs in the last of every fourth row."""
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            logits = nn.functional.one_hot(input_ids.roll(-1, dims=1), 300).float()
+            last = attention_mask.sum(dim=1) - 2
+            logits[torch.arange(0, len(last), 4), last[::4]] = 0.0
+            return SimpleNamespace(logits=logits)
+
+    assert task.details(Knowing()) == {
+        "exact": 0.75, "sum": 0.0, "product": 1.0, "order": 1.0, "date": 1.0
+    }  # fmt: skip
 
 
 def test_without_the_weights_it_says_what_to_install(
