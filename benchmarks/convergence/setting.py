@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -79,6 +80,16 @@ class Setting(Hyper):
         kept = {k: v for k, v in values.items() if k not in _LATER or v != _LATER[k]}
         found: dict[str, Any] = json.loads(json.dumps(kept))
         return found
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> Self:
+        """Returns the setting of a record, without the places of its files."""
+        values = {name: value for name, value in identity.items() if name != "schedule"}
+        values["task"] = values.pop("scene")
+        values["lr_factors"] = tuple(map(tuple, values.get("lr_factors", ())))
+        for name in ("betas", "adamw_betas"):
+            values[name] = tuple(values.get(name, _LATER.get(name)))
+        return cls(**values)
 
     @property
     def key(self) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.convergence import loss_by_bytes
 from benchmarks.convergence.answers import KINDS, Answers
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
@@ -26,7 +27,7 @@ from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import TASKS, generator
 from benchmarks.convergence.text import FineTuning
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import ADAMW_BETAS, METHODS
+from benchmarks.methods import METHODS
 from examples import smollm2
 from tests.support.help_text import checked_help, refused
 from tests.support.tiny_study import TINY
@@ -122,18 +123,24 @@ def test_what_cannot_run_is_refused_before_anything_runs(
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*_runs.jsonl")), ids=lambda path: path.stem)
 def test_the_hash_of_a_setting_finds_the_records_of_the_documentation(path: Path) -> None:
-    """Their tasks have the key "scene"; lists of JSON are tuples of a setting."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records
     for record in records:
-        values = dict(record["setting"])
-        assert values.pop("schedule") == "cosine"
-        values |= {"task": values.pop("scene"), "betas": tuple(values["betas"])}
-        values["lr_factors"] = tuple(map(tuple, values.get("lr_factors", ())))
-        values["adamw_betas"] = tuple(values.get("adamw_betas", ADAMW_BETAS))
-        setting = Setting(**values)
+        setting = Setting.of(record["setting"])
         assert setting.key == record["key"]
         assert setting.identity() == record["setting"]
+
+
+def test_a_figure_of_bytes_has_each_methods_best_setting(tmp_path: Path, capsys: Any) -> None:
+    words = [str(DATA / "text_runs.jsonl"), "--methods", "adamw", "every32", "--out"]
+    assert loss_by_bytes.main([*words, str(tmp_path / "figure.png")]) == 0
+    assert (tmp_path / "figure.png").exists()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "2 adamw lr 0.01 betas (0.9, 0.99) (0.9, 0.999): 3.724, 3 seeds"
+    assert shown[3] == "8 every32 lr 0.002 betas (0.9, 0.99) (0.9, 0.999): 3.728, 3 seeds"
+    assert "no record of adamw with 3 ranks" in refused(
+        loss_by_bytes.main, [*words, "x.png", "--workers", "3"], capsys
+    )
 
 
 def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_path: Path) -> None:
