@@ -51,6 +51,7 @@ def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
     """Trains a method's model; returns the record, with None as the loss if it diverged."""
     evaluated_after = set(setting.evaluated_after())
     curve = [(0, method.evaluated(task.validation))]
+    divergences = []
     # Processor time, which other work on the machine doesn't change.
     gradient_s, taken = [], 0
     begin, failure = time.perf_counter(), None
@@ -72,6 +73,7 @@ def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
         taken += 1
         if step + 1 in evaluated_after:
             curve.append((step + 1, method.evaluated(task.validation)))
+            divergences += [[step + 1, found]] if (found := method.divergences()) else []
     last = curve[-1][1]
     return {
         "key": setting.key,
@@ -80,6 +82,7 @@ def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
         "details": None if failure else method.evaluated(task.details),
+        **({"divergences": divergences} if divergences else {}),
         "parameters": sum(param.numel() for param in method.params),
         "bytes_per_step": method.bytes_sent / max(taken, 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),
