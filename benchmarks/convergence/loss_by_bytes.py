@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.command import exit_code_of
 from benchmarks.convergence.results import Record, Result, loss_of
 from benchmarks.convergence.setting import Setting
+from benchmarks.methods import method_of
 from benchmarks.plot import figure, logarithmic, look, save
 from hf_dlion.cli.arguments import Parser, positive
 
@@ -54,8 +55,10 @@ def draw(results: Sequence[Sequence[Result]], path: Path) -> Path:
         for result in together:
             steps, losses, deviations = (column[1:] for column in result.curve())
             sent = [1e-6 * result.average("bytes_per_step") * step for step in steps]
-            style = look(result.setting.method)
-            panel.errorbar(sent, losses, deviations, marker="o", ms=4, capsize=2, **style)
+            key, _, options = result.setting.method.partition(":")
+            style = look(key) | {"label": method_of(result.setting.method).title}
+            mark = "D" if "momentum_sync" in options else "o"
+            panel.errorbar(sent, losses, deviations, marker=mark, ms=4, capsize=2, **style)
         panel.set_xlabel("MB sent by a rank")
         panel.set_title(f"{together[0].setting.workers} ranks", fontsize="medium")
         logarithmic(panel, "x")
