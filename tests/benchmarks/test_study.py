@@ -345,6 +345,10 @@ def test_questions_of_a_script_have_right_answers_and_held_out_ones_are_never_tr
             values = {"plus": first + last, "times": first * last, "Sort": sorted(numbers)}
             right = str(values[kind]).strip("[]")
         assert answer == right
+    batch = task._batch_of([task._held_out()[0]])
+    assert task._tokenizer.decode(batch["input_ids"][0]) == "{}\n{}<|im_end|>".format(
+        *next(iter(held_out.items()))
+    )
     assert simulate(task.setting.replace(batch=2))["details"].keys() == {"exact", *KINDS}
 
     class Knowing(nn.Module):
@@ -352,7 +356,7 @@ def test_questions_of_a_script_have_right_answers_and_held_out_ones_are_never_tr
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
             logits = nn.functional.one_hot(input_ids.roll(-1, dims=1), 300).float()
-            last = attention_mask.sum(dim=1) - 2
+            last = attention_mask.sum(dim=1) - 2  # It predicts the end.
             logits[torch.arange(0, len(last), 4), last[::4]] = 0.0
             return SimpleNamespace(logits=logits)
 
