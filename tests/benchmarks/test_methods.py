@@ -115,7 +115,7 @@ def test_alternatives_train_on_real_ranks_and_end_with_equal_replicas(pools: Ran
     # In 12 steps after the eighth and the last, or after the last alone.
     assert sent["localsgd8"] == 2 * whole / 12
     assert sent["localsgd32"] == sent["localsgd160"] == 2 * sent["localsgd32-bf16"] == whole / 12
-    assert 0 < sent["every16"] == sent["every32"] < sent["majority:bits=2,ties=zero"] / 11
+    assert 0 < sent["every16"] == sent["every32"] < sent["majority:bits=2,ties=zero"] / 5
     assert sent["diloco16"] == whole / 16
     assert 0 < sent["demo"] < whole
     for name, right in (
