@@ -110,10 +110,10 @@ def _rows_of(name: str, args: argparse.Namespace, device: torch.device) -> list[
         tasks[case], counts[case] = list(work.values()), (bits, ranks)
     laps: dict[str, list[list[float]]] = {task: [] for task in tasks}
     # Tasks take turns, so all see the same load of the machine. The first round warms up.
-    for context in track(range(1 + args.repeats), name):
+    for turn in track(range(1 + args.repeats), name):
         for task, calls in tasks.items():
             lap = [seconds_of(call, device) for call in calls]
-            if context:
+            if turn:
                 laps[task].append(lap)
     adamw_ms = summary([sum(lap) for lap in laps["fused AdamW step"]])["median_ms"]
     rows = []

@@ -181,7 +181,7 @@ def test_finetune_llm_of_an_adapter_on_a_local_file_sends_only_its_votes(tmp_pat
     base, file, out = tmp_path / "model", tmp_path / "my.jsonl", tmp_path / "out"
     tiny_llama().save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
-    template = "{% for context in messages %}{{ context['content'] }}{% endfor %}"
+    template = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
     (base / "chat_template.jinja").write_text(template)
     with file.open("w") as stream:
         for k in range(200):

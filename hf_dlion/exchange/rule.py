@@ -1,4 +1,4 @@
-"""Rules that context votes into a verdict: the majority, or the average.
+"""Rules that turn votes into a verdict: the majority, or the average.
 
 On GPUs, `exchange.count_kernels` decides on votes of one bit (`routes.counted` says when), and
 `vote.kernels` moves. Both get the rule's `name`.
@@ -61,7 +61,7 @@ class Majority:
         """
         unpack(planes[0], -factor, factor, out)
         if self._zero:
-            # Not a product, which may be -0 and would context a weight of -0 into 0.
+            # Not a product, which may be -0 and would turn a weight of -0 into 0.
             out.masked_fill_(unpack(planes[1], 0.0, 1.0, torch.empty_like(out)) != 0, 0.0)
         if active is not None:
             out.view(-1, WORD).masked_fill_((active == 0).view(-1, 1), 0.0)
