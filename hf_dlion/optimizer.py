@@ -302,17 +302,25 @@ class DistributedLion(torch.optim.Optimizer):
             ...     pass  # evaluate the model
         """
         local = self.local
-        shows = local is not None and bool(local.states) and not local.shown
-        if local is not None and shows:
-            with torch.inference_mode(False), torch.no_grad():
-                local.show(self.params.layout(local.states))
+        if local is None or not local.states or local.shown:
+            yield
+            fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
+            return
+        with self._period_layout(local) as layout:
+            local.show(layout)
         try:
             yield
         finally:
-            fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
-            if local is not None and shows and local.shown:  # An exchange would have ended it.
-                with torch.inference_mode(False), torch.no_grad():
-                    local.hide(self.params.layout(local.states))
+            if local.shown:  # An exchange in the block has ended the period.
+                with self._period_layout(local) as layout:
+                    local.hide(layout)
+
+    @contextlib.contextmanager
+    def _period_layout(self, local: LocalSteps) -> Iterator[Layout]:
+        with torch.inference_mode(False), torch.no_grad():
+            layout = self.params.layout(local.states)
+            yield layout
+            layout.release()
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -168,10 +168,12 @@ class Peers:
             return Agreed([report.finite], [report.present])
         try:
             # A save or a load doesn't know the layout; all ranks must reshard.
-            layout = layout or self._params.layout(schedule.states)
-            report.lines = layout.lines
-            report.equal = self._equal_values(report.kind, layout)
-            report.present = schedule.presence(report, layout)
+            known = layout or self._params.layout(schedule.states)
+            report.lines = known.lines
+            report.equal = self._equal_values(report.kind, known)
+            report.present = schedule.presence(report, known)
+            if layout is None:
+                known.release()
         except Exception as error:  # The other ranks wait for a header.
             report.failure = report.failure or error
         report.step = self._params.steps

@@ -459,7 +459,12 @@ def test_errors_name_ranks_by_their_numbers_in_the_default_group(rank: int) -> N
 def test_weights_that_were_moved_elsewhere_free_their_memory(vote_every: int) -> None:
     """Offloads a model between steps, as `model.cpu()` does."""
     param, optimizer = single(vote_every=vote_every)
-    for call in (optimizer.step, optimizer.eval, optimizer.train, optimizer.exchange_now):
+
+    def look() -> None:
+        with optimizer.common_weights():
+            pass
+
+    for call in (optimizer.step, look, optimizer.exchange_now, look):
         call()
         old = weakref.ref(param.untyped_storage())
         param.data = param.data.clone()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
-from hf_dlion import peers
+from hf_dlion import guards
 from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
 from tests.support.spawn import on_ranks, run_script
@@ -34,7 +34,7 @@ PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
     [
         ("step", "step 2: rank 0 lost rank 1 while waiting for a header"),
         ("local step", "step 7: rank 0 lost rank 1 while waiting for a header"),
-        ("exchange", "step 7: rank 0 lost rank 1 while waiting for a check of weights"),
+        ("exchange", "step 7: rank 0 lost rank 1 while waiting for how far weights were moved"),
     ],
 )
 def test_a_lost_rank_is_named_at_the_next_exchange(when: str, text: str) -> None:
@@ -135,7 +135,7 @@ def test_a_second_wrapper_is_also_noticed_where_nothing_else_changes(rank: int) 
     module, optimizer = plain()
     first = DistributedDataParallel(module)
     optimizer.attach(first)
-    with mock.patch.object(peers, "COMPARED_FROM", 4), warned() as texts:
+    with mock.patch.object(guards, "COMPARED_FROM", 4), warned() as texts:
         for step in range(5):
             model = first if step < 2 else DistributedDataParallel(module)
             take_step(optimizer, model, batch(step, rank))
@@ -172,8 +172,8 @@ def main() -> None:
         {"aggregation": "average"},
         {"bits": 4},
         {"full_precision": "1"},
-        {"vote_every": 2},
-        {"vote_every": 2, "bits": 8},
+        {"vote_every": 3},
+        {"vote_every": 3, "bits": 8},
     ]
     for own in options:
         for dtype in (torch.float32, torch.bfloat16):

@@ -158,4 +158,5 @@ class _Echoed(Topology):
 
     def __init__(self, world_size: int) -> None:
         self.everyone = self.voters = _Echo(world_size)
-        self.node, self.voter, self.voter_of_rank = None, 0, list(range(world_size))
+        self.node = self.same_parts = None
+        self.voter, self.voter_of_rank = 0, list(range(world_size))

@@ -118,7 +118,7 @@ def test_step_time_under_torchrun_times_whole_periods_of_a_given_model(tmp_path:
     assert bits["name"] == "DistributedLion, 4 bits, exchange=gather"
     assert [row["repeats"] for row in (adamw, local, diloco, ours)] == [2] * 4
     words = sum(-(-param.numel() // 64) for param in tiny_llama().parameters())
-    assert words / 2 <= ours["bytes_per_step"] < 2 * words
+    assert 2 * words <= ours["bytes_per_step"] < 3 * words  # 4 bits
     parts = [ours[f"{part}_ms"] for part in step_time.PARTS]
     assert 0 < sum(parts) < ours["mean_ms"]
 

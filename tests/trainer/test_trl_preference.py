@@ -86,7 +86,7 @@ def test_trls_trainer_sends_votes_and_keeps_replicas_equal(
     assert wire.exchanges == exchanges
     bits = trainer.optimizer.optimizer.options.bits
     sent = wire.bytes_sent / sum(p.numel() for p in tiny_llama().parameters()) / exchanges
-    assert bits / 8 < sent < (bits + 1) / 8
+    assert bits / 8 < sent < bits / 4
     if rank == 0:
         assert len(entries) == 2
         assert "dlion/wire_mb_per_step" in entries[-1]

@@ -50,7 +50,7 @@ def test_the_host_waits_only_for_the_finite_check_and_the_scales_of_an_exchange(
     for vote_every, zero, expected in (
         (1, False, ["idle_rows.survey"]),
         (1, True, ["idle_rows.survey"] * 2),
-        (2, False, ["idle_rows.survey", "on_gpu.amounts"]),
+        (2, False, ["idle_rows.survey", *["fingerprint.numbers"] * 2]),
     ):
         with form("kernels") as device:
             params = [torch.ones(shape, device=device) for shape in [(8, 64), (64,), (5,)]]

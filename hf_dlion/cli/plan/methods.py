@@ -329,8 +329,8 @@ def _local_steps(
     """
     planes = (case.ranks * TOP[LOCAL_BITS]).bit_length()
     voted, vote = _votes(case, ranks, LOCAL_BITS, share=share, planes=planes, inside_s=inside_s)
-    # Largest displacements go to all ranks, and with nodes a hash of their weights.
-    words = len(case.work.shapes) + (share > 1)
+    # Largest displacements and a hash of anchors go to all ranks, with nodes a second hash.
+    words = len(case.work.shapes) + 1 + (share > 1)
     sent = voted + 8 * words * (ranks - share)
     network = vote["network"] + case.link.seconds(8 * words * (ranks - 1), ranks - 1)
     work = case.work_s("exchange") + vote["count"]
