@@ -303,15 +303,17 @@ class DistributedLion(torch.optim.Optimizer):
         """
         local = self.local
         if local is None or not local.states or local.shown:
-            yield
-            fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
+            try:
+                yield
+            finally:
+                fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
             return
         with self._period_layout(local) as layout:
             local.show(layout)
         try:
             yield
         finally:
-            if local.shown:  # An exchange in the block has ended the period.
+            if self.schedule.shown:  # An exchange in the block would have ended the period.
                 with self._period_layout(local) as layout:
                     local.hide(layout)
 
