@@ -66,7 +66,7 @@ HASHES = {
     "mixed dtypes": "c5b9d244 4deae080 0aec33ec 20e7ea3c",
     "4 bits": "e0837a4f 4d459bc4 7f17ffa5 64a018d4",
     "nodes": "0c2c1334 818f27a5 e681be71 5cd2d5ce",
-    "local steps": "54cfa25f 9325e771 41050307 ce33f7c7",
+    "local steps": "54cfa25f 9325e771 41050307 53224e37",
     "full precision": "45616cd9 acac28b0 d28016fd 4cbeff5e",
     "FSDP2": "3d417d3c 3f7bc19c 4c3d042a ce4ea5da",
 }

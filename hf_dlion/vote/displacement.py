@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_dlion.exchange.codec import WORD
 from hf_dlion.exchange.wire import WireStats, digest
-from hf_dlion.ranks.fingerprint import fingerprints
+from hf_dlion.ranks.fingerprint import checksums, fingerprints
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.replicas import compare_parameters
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
@@ -107,7 +107,7 @@ def _amounts_by_voter(
             own[k] = _REPLACED
     anchors = {slot.name: slot.local.anchor for slot in layout.slots if slot.local is not None}
     words = torch.tensor(own, dtype=torch.float64).view(torch.int64).tolist()
-    words.append(digest(fingerprints([*anchors.values()])))
+    words.append(digest(checksums([*anchors.values()])))
     if ranks.node is not None:
         tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.c)]
         words.append(digest(fingerprints([t for t in tensors if t is not None])))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.exchange.wire import Wire, WireStats, digest
-from hf_dlion.ranks.fingerprint import ROW, fingerprints
+from hf_dlion.ranks.fingerprint import ROW, checksums, fingerprints
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.replicas import compare_parameters
 from tests.support.spawn import on_ranks
@@ -131,3 +131,15 @@ def test_digests_of_plain_values_differ_and_fit_64_bits() -> None:
     assert len(set(found)) == len(values)
     assert all(-(2**63) <= value < 2**63 for value in found)
     assert digest(("a", 1)) == digest(["a", 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_checksum_shows_a_change_of_any_element(dtype: torch.dtype) -> None:
+    tensor = torch.randn(3, 50_001).to(dtype)
+    (before,) = checksums([tensor])
+    assert checksums([tensor.clone(), tensor.t().contiguous().t()]) == [before] * 2
+    for place in (0, 32_768, 150_002):
+        changed = tensor.clone()
+        changed.view(-1)[place] += 1
+        assert checksums([changed]) != [before]
+    assert checksums([tensor[:0]]) == [0]
