@@ -56,7 +56,7 @@ def average(
         counts: How many ranks had a finite gradient of each parameter in the period.
         context: The context, whose step is the number of this exchange.
         ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) (P + 1) for amounts and a
-            hash, 8 (N - 1) more with nodes, those of `exchange.routes`, and of
+            checksum, 8 (N - 1) more with nodes, those of `exchange.routes`, and of
             `full_precision.set_means`.
 
     Raises:
