@@ -255,7 +255,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         on_gpu.plain_lion([message], context)
         on_gpu.own_step([message], context)
         five = Verdict(planes[:17].expand(5, 17), voters)
-        on_gpu.end_period(message, five, Average(2, 4), [0.5], lambda _: 1.0, context)
+        on_gpu.end_period(message, five, Average(2, 4), lambda _: 1.0, context)
         spans = message.rows.lines
         launches.abstain(spans, 17, planes[:19], rows[:17], packed)
         for rule in ("zero", "average"):
@@ -357,9 +357,7 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
             lambda: step.move(one, Majority("alternate")),
             lambda: on_gpu.plain_lion([message], context_of()),
             lambda: on_gpu.own_step([message], context_of()),
-            lambda: on_gpu.end_period(
-                message, five, Average(2, 4), [1.0], lambda _: 1.0, context_of()
-            ),
+            lambda: on_gpu.end_period(message, five, Average(2, 4), lambda _: 1.0, context_of()),
         )
         for kind, work in zip(KINDS, works, strict=True):
             count.bytes = 0
