@@ -35,8 +35,8 @@ from benchmarks.command import (
 )
 from hf_dlion.cli.arguments import Parser, positive
 from hf_dlion.cli.plan.machine import seconds_of, vote_work
-from hf_dlion.exchange.codec import TOP
-from hf_dlion.exchange.launches import refusal
+from hf_dlion.core.codec import TOP
+from hf_dlion.gpu.form import refusal
 
 PARTS = ("encode", "tally", "move")
 COLUMNS = {

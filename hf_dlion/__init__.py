@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_dlion import accelerate
     from hf_dlion.checkpoint import CheckpointError, load_momentum, save_momentum
-    from hf_dlion.exchange.wire import LostRank, WireStats
     from hf_dlion.optimizer import DistributedLion
     from hf_dlion.ranks.meeting import Disagreement
+    from hf_dlion.ranks.stats import WireStats
+    from hf_dlion.ranks.wire import LostRank
     from hf_dlion.trainer.registration import optimizer_cls_and_kwargs, register
 
 __version__ = "0.2.0.dev0"
@@ -34,8 +35,8 @@ __all__ = [
 _LATE = {
     "Disagreement": "ranks.meeting",
     "DistributedLion": "optimizer",
-    "LostRank": "exchange.wire",
-    "WireStats": "exchange.wire",
+    "LostRank": "ranks.wire",
+    "WireStats": "ranks.stats",
     **dict.fromkeys(("CheckpointError", "load_momentum", "save_momentum"), "checkpoint"),
     **dict.fromkeys(("optimizer_cls_and_kwargs", "register"), "trainer.registration"),
 }

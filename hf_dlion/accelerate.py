@@ -26,7 +26,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import NAME, find_optimizer, load_momentum, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Report
+from hf_dlion.ranks.header import Report
 from hf_dlion.ranks.meeting import Kind
 
 if TYPE_CHECKING:

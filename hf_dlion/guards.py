@@ -7,27 +7,27 @@ gradients that DDP still averages, momenta of one rank on all ranks, and replica
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.wire import WireStats, digest, named_ranks
+from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options
 from hf_dlion.params import Params
-from hf_dlion.ranks.agreement import Agreed, Report
-from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.ranks.meeting import Kind
-from hf_dlion.ranks.replicas import (
+from hf_dlion.ranks.compare import (
     AVERAGED_GRADIENTS,
     CHANGED_PARAMETERS,
     COPIED_MOMENTA,
     all_ranks_have,
     compare_parameters,
+    fingerprints,
 )
+from hf_dlion.ranks.header import Agreed, Report
+from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
-from hf_dlion.vote.layout import Layout, LocalState
+from hf_dlion.ranks.wire import digest, named_ranks
 
 # From this step on, gradients are compared again at each power of two, because a model may be
 # wrapped again without `attach`.
@@ -154,17 +154,17 @@ class Guards:
     # After a header.
 
     def count_abstentions(
-        self, report: Report, agreed: Agreed, ranks: Topology | None, *, is_own: bool
+        self, report: Report, agreed: Agreed, ranks: Topology | None, *, is_local: bool
     ) -> None:
         """Counts the ranks that abstain from a step, or have no gradient while others have.
 
-        In a local step (`is_own`) each rank counts only its own, because they don't communicate,
+        In a local step (`is_local`) each rank counts only its own, because they don't communicate,
         and a later step checks the count.
 
         Raises:
             RuntimeError: If a rank abstained in as many consecutive steps as the limit.
         """
-        if ranks is not None and is_own:
+        if ranks is not None and is_local:
             everyone = range(ranks.everyone.world_size)
             votes = [report.finite or rank != ranks.everyone.rank for rank in everyone]
         else:
@@ -236,9 +236,9 @@ class Guards:
                 texts.append(COPIED_MOMENTA)
         return texts if ranks.everyone.rank == 0 else []
 
-    def compare_replicas(self, states: Mapping[Tensor, LocalState], ranks: Topology) -> None:
+    def compare_replicas(self, ranks: Topology) -> None:
         """Verifies that parameters are equal on all ranks, which must all call this."""
         compare_parameters(
-            lambda: self._params.common_parts(states), ranks.everyone, ranks.same_parts,
+            self._params.common_parts, ranks.everyone, ranks.same_parts,
             CHANGED_PARAMETERS, when=f" after step {self._params.steps}",
         )  # fmt: skip

@@ -16,30 +16,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange import launches
-from hf_dlion.exchange.wire import WireStats
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.flat import check_param
+from hf_dlion.core.layout import Layout, Scratch
+from hf_dlion.gpu.form import new_warnings, plain_lion
+from hf_dlion.gpu.trial import warm_up
 from hf_dlion.guards import Guards
 from hf_dlion.options import (
     Aggregation,
-    ExchangeName,
     LevelScale,
     Options,
+    Route,
     Selection,
     Ties,
     check_group,
 )
 from hf_dlion.params import Params
 from hf_dlion.peers import Peers
-from hf_dlion.ranks.agreement import Agreed, Report
+from hf_dlion.ranks.header import Agreed, Report
 from hf_dlion.ranks.meeting import Kind, gather_bools
-from hf_dlion.vote.context import StepContext
-from hf_dlion.vote.full_precision import step_in_full
-from hf_dlion.vote.layout import Layout, Scratch, check_param
-from hf_dlion.vote.local_steps import LocalSteps, schedule_of
-from hf_dlion.vote.momentum_sync import Momentum, average_whole, synchronize
-from hf_dlion.vote.state_dict import Loading, momenta_only
-from hf_dlion.vote.step import plain_lion, vote
-from hf_dlion.vote.warm_up import warm_up
+from hf_dlion.ranks.stats import WireStats
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.state_dict import Loading, momenta_only
+from hf_dlion.steps.every_step import vote
+from hf_dlion.steps.full_precision import step_in_full_precision
+from hf_dlion.steps.local import LocalSteps
+from hf_dlion.steps.means import average_whole
+from hf_dlion.steps.momentum_sync import Momentum, synchronize
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -146,7 +149,7 @@ class DistributedLion(torch.optim.Optimizer):
         aggregation: Aggregation | None = None,
         ties: Ties = "alternate",
         level_scale: LevelScale = "word",
-        exchange: ExchangeName = "auto",
+        exchange: Route = "auto",
         local_group: Literal["node"] | int | None = None,
         full_precision: Selection | None = None,
         momentum_sync_every: int = 0,
@@ -181,9 +184,10 @@ class DistributedLion(torch.optim.Optimizer):
         """Sets the state of this process, which isn't copied with an optimizer."""
         self.options, self.process_group = options, process_group
         self.params = Params(self, options, replicate)
-        self.schedule = schedule_of(options)
-        self.local = self.schedule if isinstance(self.schedule, LocalSteps) else None
-        self.peers = Peers(self.params, self.schedule, options, process_group, replicate)
+        self.local: LocalSteps | None = None
+        if options.vote_every > 1:
+            self.local = LocalSteps(options.vote_every, self.params.local_states)
+        self.peers = Peers(self.params, self.local, options, process_group, replicate)
         self.wire = self.peers.wire
         self.guards = Guards(self, self.params, options, self.wire)
         self._scratch = Scratch()
@@ -229,7 +233,7 @@ class DistributedLion(torch.optim.Optimizer):
             if sharded not in self.params.fsdp_models:
                 self.params.fsdp_models.append(sharded)
         else:
-            if self.schedule.states and not self.schedule.shown:
+            if self.local is not None and self.local.states and not self.local.shown:
                 self.guards.check_wrapper(model)
             ddp.attach(model, self)
         self._note_attach()
@@ -246,9 +250,10 @@ class DistributedLion(torch.optim.Optimizer):
         """
         ddp.detach(self)
         self._note_attach()
-        for param, state in self.schedule.states.items():
-            state.leave(fsdp.local_part(param.detach()))
-        self.schedule.reset(self.schedule.exchanges)
+        if self.local is not None:
+            for param, state in self.local.states.items():
+                state.leave(fsdp.local_part(param.detach()))
+            self.local.reset(self.local.exchanges)
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
     @torch.no_grad()
@@ -264,8 +269,9 @@ class DistributedLion(torch.optim.Optimizer):
             Disagreement: On every rank, if another rank takes a step, or the ranks differ.
             LostRank: If another rank ended or stalled.
         """
-        if self.local is None or self.peers.world_size == 1:
-            if self.schedule.states:
+        local = self.local
+        if local is None or self.peers.world_size == 1:
+            if local is not None and local.states:
                 raise RuntimeError(
                     "the process group was destroyed within a period of local steps: call "
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
@@ -273,14 +279,14 @@ class DistributedLion(torch.optim.Optimizer):
             return
         report, layout = Report(Kind.EXCHANGE), Layout()
         with self.peers.all_or_none(report):
-            layout = self.params.layout(self.local.states)
-            self.local.begin_exchange(layout)
+            layout = self.params.fresh_layout()
+            local.begin_exchange(layout)
             self.guards.check_abstentions(self.peers.ranks)
         agreed = self.peers.header(report, layout)
         ranks = self.peers.ranks
         if ranks is None or ranks.voters.world_size == 1:
             return
-        number, texts = self.local.exchange(layout, agreed.counts, self._context(0), ranks)
+        number, texts = local.exchange(layout, agreed.counts, self._context(0), ranks)
         self._run_periodic_tasks(number, layout)
         layout.release()
         for text in texts:
@@ -308,19 +314,20 @@ class DistributedLion(torch.optim.Optimizer):
             finally:
                 fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
             return
-        with self._period_layout(local) as layout:
+        with self._period_layout() as layout:
             local.show(layout)
         try:
             yield
         finally:
-            if self.schedule.shown:  # An exchange in the block would have ended the period.
-                with self._period_layout(local) as layout:
+            # An exchange in the block would have ended the period.
+            if self.local is not None and self.local.shown:
+                with self._period_layout() as layout:
                     local.hide(layout)
 
     @contextlib.contextmanager
-    def _period_layout(self, local: LocalSteps) -> Iterator[Layout]:
+    def _period_layout(self) -> Iterator[Layout]:
         with torch.inference_mode(False), torch.no_grad():
-            layout = self.params.layout(local.states)
+            layout = self.params.fresh_layout()
             yield layout
             layout.release()
 
@@ -337,7 +344,7 @@ class DistributedLion(torch.optim.Optimizer):
 
         A rank whose gradients hold a NaN or an Inf (`idle_rows.survey`) abstains and keeps its
         momenta, but not those of `full_precision`. If all abstain, only a local step is counted.
-        Bytes: a header (`ranks.agreement`), votes (`exchange.routes`), `full_precision`,
+        Bytes: a header (`ranks.header`), votes (`ranks.routes`), `full_precision`,
         `momentum_sync`, comparisons (`peers`). A local step has those of `agree_in_node` only.
 
         Args:
@@ -357,16 +364,18 @@ class DistributedLion(torch.optim.Optimizer):
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
         report, layout = Report(Kind.STEP), Layout()
         with self.peers.all_or_none(report):  # What fails in here waits for the header.
-            layout = self.params.layout(self.schedule.states)
-            report.kind = self.schedule.next_kind(layout)
+            layout = self.params.fresh_layout()
+            if self.local is not None:
+                report.kind = self.local.next_kind(layout)
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                layout = self.params.layout(self.schedule.states)
+                layout = self.params.fresh_layout()
             report.finite = self.params.collect(layout)
             report.present = [slot.grad is not None for slot in layout.slots]
             self.guards.check(layout, report, self.peers.ranks)
-            self.schedule.begin(layout, self.param_groups)
+            if self.local is not None:
+                self.local.begin_step(layout, self.param_groups)
             self._warm_up(layout)
         # The one meeting of a step: all ranks continue, or all raise.
         agreed = self.peers.header(report, layout)
@@ -379,30 +388,31 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
         """Takes the step on which the ranks agreed; returns warnings."""
-        ranks, moves = self.peers.ranks, any(agreed.counts)
-        is_own = self.schedule.is_own_step(report.kind, agreed, ranks, self.steps)
-        self.guards.note_comparisons(self.peers.comparisons)
-        self.guards.count_abstentions(report, agreed, ranks, is_own=is_own)
+        ranks, local, moves = self.peers.ranks, self.local, any(agreed.counts)
+        if local is not None and (
+            ranks is None or not local.moves_own_weights(report.kind, agreed, ranks, self.steps)
+        ):
+            local = None
         texts: list[str] = []
-        if ranks is not None and report.kind is not Kind.LOCAL_STEP and (is_own or moves):
+        self.guards.note_comparisons(self.peers.comparisons)
+        self.guards.count_abstentions(report, agreed, ranks, is_local=local is not None)
+        if ranks is not None and report.kind is not Kind.LOCAL_STEP and (local or moves):
             texts += self.guards.compare_after_changes(layout, ranks)
         number = 0
-        if is_own:
-            number, more = self._local_step(report.kind, layout, agreed.counts)
+        if local is not None and ranks is not None:
+            number, more = self._local_step(local, ranks, report.kind, layout, agreed.counts)
             texts += more
         elif moves:
             number = self._vote(layout, agreed)
         self._run_periodic_tasks(number, layout)
         layout.release()
-        return texts + launches.new_warnings()
+        return texts + new_warnings()
 
     def _local_step(
-        self, kind: Kind, layout: Layout, counts: Sequence[int]
+        self, local: LocalSteps, ranks: Topology, kind: Kind, layout: Layout, counts: Sequence[int]
     ) -> tuple[int, list[str]]:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
-        local, ranks, context = self.local, self.peers.ranks, self._context(1)
-        assert local is not None
-        assert ranks is not None
+        context = self._context(1)
         self.wire.lap("", layout.device)
         local.step(layout, context)
         self.wire.lap("apply_s", layout.device)
@@ -421,16 +431,18 @@ class DistributedLion(torch.optim.Optimizer):
             slot.target = slot.p if count else None
         if ranks is None or ranks.voters.world_size == 1:
             context.age_rows(layout.slots)
-            plain_lion([*layout.messages, *layout.full], context)
+            plain_lion(layout.all_messages, context)
         else:
-            context.age_rows(slot for slot in layout.slots if not slot.full)
+            context.age_rows(slot for slot in layout.slots if not slot.full_precision)
             vote(layout, context, ranks)
-            if layout.full:
+            if layout.full_precision:
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
-                    slot.momentum = self.params.flat_momentum(slot.param) if slot.full else None
+                    slot.momentum = None
+                    if slot.full_precision:
+                        slot.momentum = self.params.flat_momentum(slot.param)
                 equal = self.guards.momenta_equal
-                step_in_full(layout, agreed, ranks.voters, context, equal=equal)
+                step_in_full_precision(layout, agreed, ranks.voters, context, equal=equal)
                 self.guards.momenta_equal = True
         self._count_step(context.step)
         return context.step
@@ -456,7 +468,7 @@ class DistributedLion(torch.optim.Optimizer):
                     momenta.append(Momentum(slot, size, self.state[slot.param]))
             synchronize(momenta, replace(self._context(0), step=number), ranks)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
-            self.guards.compare_replicas(self.schedule.states, ranks)
+            self.guards.compare_replicas(ranks)
 
     def _warm_up(self, layout: Layout) -> None:
         """Compiles the kernels that a new layout's steps launch."""
@@ -565,7 +577,8 @@ class DistributedLion(torch.optim.Optimizer):
         if loading.keeps_all:
             return
         self.params.forget_layout()
-        self.schedule.reset()
+        if self.local is not None:
+            self.local.reset()
         self.peers.note_load()
         self.guards.note_load()
 

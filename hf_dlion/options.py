@@ -15,7 +15,7 @@ from torch import Tensor
 Aggregation = Literal["majority", "average"]
 Ties = Literal["alternate", "zero"]
 LevelScale = Literal["word", "tensor"]
-ExchangeName = Literal["auto", "gather", "two_phase"]
+Route = Literal["auto", "gather", "two_phase"]
 Selector = Callable[[str, Tensor], bool]
 Selection = str | Sequence[str] | Selector
 # Parameter groups, which `load_state_dict` replaces.
@@ -48,7 +48,7 @@ class Options:
     aggregation: Aggregation | None = None
     ties: Ties = "alternate"
     level_scale: LevelScale = "word"
-    exchange: ExchangeName = "auto"
+    exchange: Route = "auto"
     local_group: Literal["node"] | int | None = None
     full_precision: Selection | None = None
     momentum_sync_every: int = 0
@@ -77,7 +77,7 @@ class Options:
         _check_choice("aggregation", self.aggregation, get_args(Aggregation))
         _check_choice("ties", self.ties, get_args(Ties))
         _check_choice("level_scale", self.level_scale, get_args(LevelScale))
-        _check_choice("exchange", self.exchange, get_args(ExchangeName))
+        _check_choice("exchange", self.exchange, get_args(Route))
         if type(self.bits) is not int or self.bits not in (1, 2, 4, 8):
             raise ValueError(f"bits must be 1, 2, 4, or 8 (got {self.bits!r})")
         _check_integer("seed", self.seed, 0, 2**64 - 1)

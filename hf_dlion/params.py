@@ -1,7 +1,7 @@
 """An optimizer's parameters: their names, which options select them, and what a step collects.
 
 `Params` reads groups and states of a torch optimizer, whose `load_state_dict` replaces them. The
-layout (`vote.layout`) has this rank's local parts, so that nothing else sees FSDP2.
+layout (`core.layout`) has this rank's local parts, so that nothing else sees FSDP2.
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dlion.fsdp as fsdp
+from hf_dlion.core.flat import flat_gradient, flat_view, momentum_of, unscale
+from hf_dlion.core.idle_rows import survey
+from hf_dlion.core.layout import Layout
+from hf_dlion.core.slot import LocalState, Slot
 from hf_dlion.options import SYNC_WORDS, Options, Selection, patterns
-from hf_dlion.vote.idle_rows import survey
-from hf_dlion.vote.layout import (
-    Layout,
-    LocalState,
-    Slot,
-    flat_gradient,
-    flat_view,
-    momentum_of,
-    unscale,
-)
 
 
 class Params:
@@ -39,6 +33,7 @@ class Params:
 
     Attributes:
         fsdp_models: The attached FSDP2 models.
+        local_states: What a period of local steps keeps, by parameter.
     """
 
     def __init__(
@@ -53,6 +48,7 @@ class Params:
         self._in_models: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._models, self._layout = 0, Layout()
         self.fsdp_models: list[nn.Module] = []
+        self.local_states: dict[Tensor, LocalState] = {}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -162,13 +158,14 @@ class Params:
         """Makes the next step lay out the parameters anew."""
         self._layout = Layout()
 
-    def layout(self, states: dict[Tensor, LocalState]) -> Layout:
+    def fresh_layout(self) -> Layout:
         """Returns the layout without gradients, a new one if parameters were added or (un)frozen.
 
-        `states` has the local states of a period. A parameter with one counts as trainable, also if
-        it is frozen. One that was removed from the groups gets its anchor. With FSDP2 this frees
-        gathered parameters, so the next forward gathers what is written.
+        A parameter with a local state counts as trainable, also if it is frozen. One that was
+        removed from the groups gets its anchor. With FSDP2 this frees gathered parameters, so the
+        next forward gathers what is written.
         """
+        states = self.local_states
         fsdp.reshard(self.fsdp_models)
         trained = [
             (g, p)
@@ -193,13 +190,14 @@ class Params:
         return self._layout
 
     def _laid_out(self, key: object, trained: Collection[Tensor]) -> Layout:
-        full, synced = self.selected("full_precision"), self._synchronized()
+        averaged, synced = self.selected("full_precision"), self._synchronized()
         group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
         slots: list[Slot] = []
         for k, (name, p) in enumerate(self.named()):
             if p in trained:
                 slots.append(slot := Slot.of(fsdp.local_part(p.detach()), group_of[k]))
-                slot.full, slot.synced, slot.name, slot.param = full[k], synced[k], name, p
+                slot.full_precision, slot.synced = averaged[k], synced[k]
+                slot.name, slot.param = name, p
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
         return Layout(key, slots)
 
@@ -212,8 +210,8 @@ class Params:
         for slot in slots:
             p = slot.param
             if p.grad is not None and p.requires_grad:
-                grad, part = fsdp.local_part(p.grad.detach()), fsdp.local_part(p.detach())
-                slot.grad = flat_gradient(slot.name, grad, part)
+                grad = fsdp.local_part(p.grad.detach())
+                slot.grad = flat_gradient(slot.name, grad, slot.part)
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
@@ -237,16 +235,16 @@ class Params:
         state, dtype = self.state[param], self._options.momentum_dtype
         return flat_view(fsdp.local_part(momentum_of(state, param.detach(), dtype)))
 
-    def common_parts(self, states: Mapping[Tensor, LocalState]) -> list[tuple[str, Tensor]]:
+    def common_parts(self) -> list[tuple[str, Tensor]]:
         """Returns name and this rank's part of every parameter, within a period its anchor.
 
         These are the weights that must be equal on all ranks.
         """
-        found = []
+        parts = []
         for name, param in self.named():
-            state = states.get(param)
-            found.append((name, fsdp.local_part(param.detach()) if state is None else state.anchor))
-        return found
+            state = self.local_states.get(param)
+            parts.append((name, fsdp.local_part(param.detach()) if state is None else state.anchor))
+        return parts
 
     def divergences(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name, if that was measured."""

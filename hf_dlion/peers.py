@@ -1,7 +1,7 @@
 """The same optimizer on the other ranks: what all do together, and agree on.
 
 all ranks                      agree by                        if one fails
-step, exchange, save, load     a header (`Meetings.meet`)      all raise before anything moves
+step, exchange, save, load     a header (`Meetings.agree`)     all raise before anything moves
 take a local step              nothing; a node by a gather     it raises, the others at a header
 form nodes or replicas         a meeting in `Topology.form`    all raise
 
@@ -19,14 +19,14 @@ from dataclasses import fields
 import torch.distributed as dist
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.wire import WireStats
+from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
-from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report
+from hf_dlion.ranks.header import FROZEN, Agreed, Meetings, Report
 from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.layout import Layout
-from hf_dlion.vote.step import Schedule
+from hf_dlion.steps.local import LocalSteps
 
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
@@ -48,7 +48,7 @@ class Peers:
     def __init__(
         self,
         params: Params,
-        schedule: Schedule,
+        local: LocalSteps | None,
         options: Options,
         process_group: dist.ProcessGroup | None,
         replicate: dist.ProcessGroup | None,
@@ -63,7 +63,7 @@ class Peers:
                 "local_group can't be combined with replicate: with FSDP2, the ranks of a replica "
                 "already vote as one"
             )
-        self._params, self._schedule, self._options = params, schedule, options
+        self._params, self._local, self._options = params, local, options
         self.wire = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
@@ -143,7 +143,7 @@ class Peers:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         A local step has no header: only the ranks of a node agree on it. `layout` has the tensors
-        of a step or an exchange. Bytes: see `Meetings.meet`.
+        of a step or an exchange. Bytes: see `Meetings.agree`.
 
         Raises:
             Disagreement: On every rank, if the ranks differ, or something failed on another rank.
@@ -157,28 +157,30 @@ class Peers:
             raise
 
     def _agreed(self, report: Report, layout: Layout | None) -> Agreed:
-        schedule, ranks = self._schedule, self.ranks
+        local, ranks = self._local, self.ranks
         if ranks is None:
             hyperparameters(self._params.groups)  # Raises what a schedule must not set.
             return Agreed([report.finite], [report.present])
-        schedule.settle(report, layout, ranks.node)
+        if local is not None:
+            local.drop_gradients(report, layout, ranks.node)
         if report.kind is Kind.LOCAL_STEP:
             if report.failure is not None:
                 raise report.failure
             return Agreed([report.finite], [report.present])
         try:
             # A save or a load doesn't know the layout; all ranks must reshard.
-            known = layout or self._params.layout(schedule.states)
-            report.lines = known.lines
+            known = layout or self._params.fresh_layout()
+            report.signatures = known.signatures
             report.equal = self._equal_values(report.kind, known)
-            report.present = schedule.presence(report, known)
+            if local is not None:
+                report.present = local.moved(report, known)
             if layout is None:
                 known.release()
         except Exception as error:  # The other ranks wait for a header.
             report.failure = report.failure or error
         report.step = self._params.steps
         assert self._meetings is not None
-        agreed = self._meetings.meet(report, lambda: self._params.common_parts(schedule.states))
+        agreed = self._meetings.agree(report, self._params.common_parts)
         self.comparisons += agreed.compared
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
@@ -188,18 +190,19 @@ class Peers:
 
     def _equal_values(self, kind: Kind, layout: Layout) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
-        schedule = self._schedule
+        local = self._local
         # If only some ranks loaded, all raise here, before they would compare momenta.
         equal: dict[str, object] = {
             **self._option_texts,
             "calls of load_state_dict": self._loads,
             "calls of attach and detach": self._attaches,
         }
-        equal |= schedule.equal_values(kind)
-        if schedule.is_local:
+        if local is not None:
+            equal |= local.equal_values(kind)
             equal[FROZEN] = sorted(n for n, p in self._params.named() if not p.requires_grad)
         equal |= hyperparameters(self._params.groups)
-        equal |= schedule.equal_history(kind)  # Last: an error names the first difference.
+        if local is not None:  # Last: an error names the first difference.
+            equal |= local.equal_history(kind)
         if callable(self._options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in layout.slots]
         if self._options.momentum_sync == "auto":
@@ -209,13 +212,14 @@ class Peers:
     def note_attach(self) -> None:
         """Counts an attach or detach, so the next header compares the ranks and their weights."""
         self._attaches += 1
-        self._schedule.forget_meeting()
+        if self._local is not None:
+            self._local.forget_meeting()
         if self._meetings is not None:
             self._meetings.compare_again()
 
     def note_load(self) -> None:
         """Counts a load of the optimizer's state."""
         self._loads += 1
-        if self._meetings is not None and self._schedule.is_local:
+        if self._meetings is not None and self._local is not None:
             # If the model wasn't loaded, it still holds this rank's weights of the period.
             self._meetings.compare_again()

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import save_momentum
-from hf_dlion.exchange.wire import Wire
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.wire import Wire
 from tests.support.spawn import RankPool
 from tests.support.steps import bits_of
 from tests.support.training import replicas_of_shards

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
 from hf_dlion import guards
-from hf_dlion.exchange.wire import LostRank
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.wire import LostRank
 from tests.support.spawn import on_ranks, run_script
 from tests.support.steps import backward, bits_of, plain, single, take_step
 from tests.support.training import batch, error_of, is_equal_everywhere, warned
@@ -53,7 +53,7 @@ def leave(when: str) -> None:
         if rank == 1 and (when, step) in (("step", 2), ("local step", 5)):
             os._exit(0)
         if rank == 1 and (when, step) == ("exchange", 7):
-            optimizer.schedule.exchange = lambda *_: os._exit(0)  # type: ignore[method-assign]
+            optimizer.local.exchange = lambda *_: os._exit(0)  # type: ignore[method-assign]
         try:
             optimizer.step()
         except LostRank as error:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
-from hf_dlion.vote.idle_rows import AGE
 from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, copies, plain, take_step
 from tests.support.training import (
@@ -218,7 +218,7 @@ def test_torchs_distributed_checkpoint_never_loads_its_own_state(rank: int) -> N
     for step in range(2):
         take_step(optimizer, model, batch(step, rank))
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
-    assert optimizer.schedule.steps == 0
+    assert optimizer.local.steps == 0
 
 
 @on_ranks(2)

@@ -28,15 +28,18 @@ from benchmarks.methods import (
     trainable,
 )
 from hf_dlion import DistributedLion
-from hf_dlion.exchange import routes
-from hf_dlion.exchange.routes import Verdict, wire_bytes
-from hf_dlion.exchange.rule import Average, Majority, count
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.flat import flat_gradient, flat_view
+from hf_dlion.core.idle_rows import survey
+from hf_dlion.core.layout import Layout, Scratch
+from hf_dlion.core.lion import apply_verdict, direction, encode
+from hf_dlion.core.rule import rule_of, verdict_planes
+from hf_dlion.core.slot import Slot
+from hf_dlion.core.votes import Verdict
+from hf_dlion.core.votes import Votes as Sent
 from hf_dlion.ranks.meeting import HEADER_BYTES
-from hf_dlion.vote.context import StepContext
-from hf_dlion.vote.idle_rows import survey
-from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_gradient, flat_view
-from hf_dlion.vote.momentum_sync import slice_of
-from hf_dlion.vote.step import direction, encode, move
+from hf_dlion.ranks.routes import wire_bytes
+from hf_dlion.steps.momentum_sync import slice_of
 
 
 class Workers(ABC):
@@ -139,8 +142,7 @@ class Votes(Workers):
         self._step += 1
         set_lr(self._optimizer, lr)
         options, ranks = self._optimizer.options, len(self.workers)
-        average = options.aggregation == "average"
-        rule = Average(ranks, options.bits) if average else Majority(options.ties)
+        rule = rule_of(options, ranks)
         votes = [self._encoded(*worker) for worker in enumerate(self._grads)]
         for slot, *grads in zip(self._layout.slots, *self._grads, strict=True):
             slot.target = None if all(grad is None for grad in grads) else slot.p
@@ -148,9 +150,8 @@ class Votes(Workers):
             voters = torch.stack([vote.active for vote in everyone]).sum(dim=0)
             planes, by_word = [list(vote.planes) for vote in everyone], message.rows.by_word(voters)
             context = self._context(0)
-            move(
-                message, Verdict(count(planes, by_word, rule, context.phase), voters), rule, context
-            )
+            verdict = Verdict(verdict_planes(planes, by_word, rule, context.phase), voters)
+            apply_verdict(message, verdict, rule, context)
             sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
             sizes |= {"bits": options.bits, "planes": rule.planes}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
@@ -159,7 +160,7 @@ class Votes(Workers):
             self._average_momenta(options.momentum_sync_every)
         self._grads = []
 
-    def _encoded(self, rank: int, grads: list[Tensor | None]) -> list[routes.Votes]:
+    def _encoded(self, rank: int, grads: list[Tensor | None]) -> list[Sent]:
         """Returns a rank's votes of all messages; it abstains if a gradient isn't finite."""
         context, slots = self._context(rank), self._layout.slots
         for slot, grad, momentum in zip(slots, grads, self._momenta[rank], strict=True):
@@ -182,7 +183,7 @@ class Votes(Workers):
         )  # fmt: skip
 
     def _average_momenta(self, every: int) -> None:
-        """Averages momenta the way `hf_dlion.vote.momentum_sync` does between ranks."""
+        """Averages momenta the way `hf_dlion.steps.momentum_sync` does between ranks."""
         flat = [torch.cat(held) for held in self._momenta]
         start, stop = slice_of(flat[0].numel(), every, self._step)
         parts = [momentum[start:stop] for momentum in flat]

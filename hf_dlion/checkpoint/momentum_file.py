@@ -2,7 +2,7 @@
 
 Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
 Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "age.{k}"
-           is the age of its rows, if one is without a gradient (`vote.idle_rows`).
+           is the age of its rows, if one is without a gradient (`core.idle_rows`).
 Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, exchanges
 """
 
@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.exchange.wire import digest
+from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import numbered
-from hf_dlion.ranks.fingerprint import fingerprints
-from hf_dlion.vote.idle_rows import AGE
-from hf_dlion.vote.state_dict import loaded_state
+from hf_dlion.ranks.compare import fingerprints
+from hf_dlion.ranks.wire import digest
+from hf_dlion.state_dict import loaded_state
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
@@ -249,9 +249,9 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
 
 
 def _local(lion: DistributedLion) -> dict[str, Any] | None:
-    if not lion.schedule.is_local:
+    if lion.local is None:
         return None
-    return {"exchanges": lion.schedule.exchanges, "weights": _hash_of_weights(lion)}
+    return {"exchanges": lion.local.exchanges, "weights": _hash_of_weights(lion)}
 
 
 def _hash_of_weights(lion: DistributedLion) -> int:
@@ -288,7 +288,7 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
             f"checkpoint. Trainer and Accelerate have loaded it, so this folder mixes two saves: "
             f"resume from another one, or copy all files of one save into it"
         )
-    if lion.schedule.states:
+    if lion.params.local_states:
         raise CheckpointError(
             f"the optimizer is between two exchanges of local steps: load the model and the "
             f"optimizer's state_dict() of the same checkpoint before you load {path}"
@@ -308,7 +308,7 @@ def _check_weights(path: Path, header: Header, lion: DistributedLion) -> None:
         CheckpointError: If the model isn't the one of the save.
     """
     weights = None if header.local is None else header.local.get("weights")
-    if lion.schedule.is_local and weights not in (None, _hash_of_weights(lion)):
+    if lion.local is not None and weights not in (None, _hash_of_weights(lion)):
         raise CheckpointError(
             f"{path} belongs to other weights than the model holds: load the model of the same "
             f"checkpoint first, in the dtype that was trained. If it was saved within a period of "

@@ -38,10 +38,10 @@ from hf_dlion.checkpoint.momentum_file import (
     read,
     write,
 )
+from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.vote.idle_rows import AGE
 
 
 def find_optimizer(optimizer: object) -> DistributedLion | None:
@@ -90,7 +90,7 @@ def save_momentum(
     ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
-    if lion.schedule.steps:  # Equal on all ranks, which have met.
+    if lion.local is not None and lion.local.steps:  # Equal on all ranks, which have met.
         lion.exchange_now()
     with lion.peers.together(Kind.SAVE):
         try:
@@ -169,7 +169,8 @@ def _restore(lion: DistributedLion, loaded: Loaded) -> None:
     """Continues with this rank's own momenta and ages from a file."""
     lion.params.forget_layout()
     lion.guards.note_load(own_momenta=True)
-    lion.schedule.reset(loaded.header.exchanges)
+    if lion.local is not None:
+        lion.local.reset(loaded.header.exchanges)
     for group in lion.param_groups:
         group["step"] = loaded.header.step
         for param in group["params"]:

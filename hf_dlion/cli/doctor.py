@@ -28,10 +28,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
-from hf_dlion.exchange import launches
+from hf_dlion.gpu import form
+from hf_dlion.gpu.trial import trial_refusal
 from hf_dlion.launch.network import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote.warm_up import trial_refusal
 
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
 # How long the ranks wait for one another.
@@ -130,7 +130,7 @@ def _kernels() -> tuple[str, str]:
     device = torch.device("cuda", place if place < torch.cuda.device_count() else 0)
     if why := trial_refusal(device):
         return WARN, f"slower torch operations instead, with the same result: {why}"
-    return OK, f"Triton kernels for votes of one bit; {launches.SWITCH}=0 turns them off"
+    return OK, f"Triton kernels for votes of one bit; {form.SWITCH}=0 turns them off"
 
 
 def _network(named: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_dlion.exchange.wire import Wire
+from hf_dlion.ranks.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
 WIRE_VERSION = 12
@@ -69,7 +69,7 @@ class Disagreement(RuntimeError):
     """
 
 
-def meet(
+def gather_headers(
     wire: Wire,
     kind: Kind,
     words: Sequence[int],

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hf_dlion.exchange.wire import Wire, WireStats
-from hf_dlion.ranks.meeting import Disagreement, Kind, meet
+from hf_dlion.ranks.meeting import Disagreement, Kind, gather_headers
+from hf_dlion.ranks.stats import WireStats
+from hf_dlion.ranks.wire import Wire
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 SAME_IN_NODE = (
@@ -104,7 +105,7 @@ class Topology:
         voters = Wire(group, self._stats, device=self._device)
         # Ranks that hold the same parts send the same first rank.
         first, size = min(voters.ranks), voters.world_size
-        _, firsts, sizes, *_ = meet(self.everyone, Kind.REPLICATE, [first, size])
+        _, firsts, sizes, *_ = gather_headers(self.everyone, Kind.REPLICATE, [first, size])
         same_parts = [
             [rank for rank, other in enumerate(firsts) if other == first]
             for first in dict.fromkeys(firsts)
@@ -129,7 +130,7 @@ class Topology:
             failure = error
         # torch derives a new group's name from the number of groups that its members are in.
         groups = len(distributed_c10d._world.pg_names)
-        _, sizes, places, counts, *_ = meet(
+        _, sizes, places, counts, *_ = gather_headers(
             everyone, Kind.NODES, [size, place, groups], failure=failure, what="local_group"
         )
         size = _checked_size(sizes, places, counts)

@@ -14,11 +14,11 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from hf_dlion.checkpoint import find_optimizer
-from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
+from hf_dlion.ranks.stats import WireStats
+from hf_dlion.steps.local import vote_every_for
 from hf_dlion.trainer.prepare import prepare, warn_about_other_optimizer
-from hf_dlion.vote.local_steps import vote_every_for
 
 logger = logging.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class DistributedLionCallback(TrainerCallback):
 
     def _note_period_end(self, lion: DistributedLion) -> None:
         """Notes the counters if a period has ended, in a step or by an exchange after it."""
-        if not lion.schedule.steps:
+        if lion.local is None or not lion.local.steps:
             self._period_end = self._steps, dataclasses.replace(lion.wire)
 
     def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:

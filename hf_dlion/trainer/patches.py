@@ -39,7 +39,7 @@ import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Report
+from hf_dlion.ranks.header import Report
 from hf_dlion.ranks.meeting import Kind
 from hf_dlion.trainer.arguments import check_optim_args, internal
 from hf_dlion.trainer.callback import DistributedLionCallback
@@ -374,7 +374,7 @@ def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *giv
     Before callbacks, so what they write into the weights holds in what is evaluated and saved.
     """
     lion = find_optimizer(trainer.optimizer)
-    if lion is not None and lion.schedule.is_local:
+    if lion is not None and lion.local is not None:
         args, state, control = given
         planned, flow = copy.copy(control), DefaultFlowCallback()
         getattr(flow, name)(args, state, planned)
@@ -388,7 +388,8 @@ def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *giv
 def _event(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Shows the weights of the last exchange to callbacks that may look at weights."""
     lion, callbacks = find_optimizer(trainer.optimizer), trainer.callback_handler.callbacks
-    looks = lion is not None and lion.schedule.steps and any(map(_may_look, callbacks))
+    in_period = lion is not None and lion.local is not None and lion.local.steps
+    looks = in_period and any(map(_may_look, callbacks))
     with lion.common_weights() if lion is not None and looks else contextlib.nullcontext():
         return original(*args, **kwargs)
 

@@ -12,8 +12,8 @@ from transformers.utils import logging
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
 from hf_dlion.accelerate import refuse_unsupported, replicas_of
-from hf_dlion.exchange.wire import timeout_of
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.wire import timeout_of
 from hf_dlion.trainer.optim_args import OPTIM_NAME
 
 logger = logging.get_logger(__name__)

@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
 from hf_dlion.checkpoint import find_optimizer, momentum_file
+from hf_dlion.core.idle_rows import AGE
 from hf_dlion.ranks.meeting import Disagreement
-from hf_dlion.vote.idle_rows import AGE
 from tests.support.spawn import RankPools, RanksFailedError, on_ranks
 from tests.support.training import (
     error_of,
@@ -254,7 +254,7 @@ def loads(
     with warned() as texts:
         assert run.load(folder) is not None
         kept = [run.momenta, run.weights]
-        assert run.lion.schedule.exchanges == 2 * (every > 1)
+        assert (run.lion.local.exchanges if run.lion.local else 0) == 2 * (every > 1)
         run.train(1 + every)
     return kept, [text for text in texts if "loaded" in text]
 
@@ -724,7 +724,7 @@ def test_a_failing_load_changes_nothing_and_fails_on_all(
     everywhere = ("other run", "none", "no folder", "other folders", "alone")
     assert rank == 1 or case in everywhere or "rank 1: " in error
     assert same(kept, [*run.momenta, *run.weights])
-    assert not run.lion.schedule.states
+    assert not run.lion.params.local_states
     assert not (tmp_path / "new" / "unpickled").exists()
     # All ranks continue together.
     run.load(tmp_path / "later")

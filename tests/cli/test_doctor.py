@@ -15,7 +15,7 @@ import torch
 import hf_dlion
 from hf_dlion import cli
 from hf_dlion.cli import doctor
-from hf_dlion.exchange import launches
+from hf_dlion.gpu import form
 from hf_dlion.launch.network import Route
 from tests.support.spawn import run_command, run_script
 
@@ -58,8 +58,8 @@ def test_a_machine_that_can_train_passes(report: Any) -> None:
 
 
 def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(launches, "_failed", {})
-    alone.setattr(launches, "_warnings", [])  # Or the next step in this process would warn.
+    alone.setattr(form, "_failed", {})
+    alone.setattr(form, "_warnings", [])  # Or the next step in this process would warn.
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr("triton.__version__", "3.3.1")
     found, text = doctor._kernels()

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_dlion.exchange.wire import WireStats
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import on_ranks
 from tests.support.training import replicas_of_shards

@@ -14,7 +14,8 @@ from unittest import mock
 import numpy as np
 import triton.runtime.interpreter as interpreter
 
-from hf_dlion.exchange import launches
+import hf_dlion.gpu.form
+from hf_dlion.gpu import launches
 from tests.support.fake_gpu import DEVICE
 
 
@@ -25,8 +26,8 @@ def form(name: str) -> Iterator[str]:
     Raises:
         AssertionError: If kernels were launched in another form, or none in theirs.
     """
-    switch = {launches.SWITCH: str(int(name == "kernels"))}
-    devices = mock.patch.object(launches, "DEVICES", (DEVICE,))
+    switch = {hf_dlion.gpu.form.SWITCH: str(int(name == "kernels"))}
+    devices = mock.patch.object(hf_dlion.gpu.form, "DEVICES", (DEVICE,))
     spied = mock.patch.object(launches, "launch", wraps=launches.launch)
     with devices, mock.patch.dict(os.environ, switch), spied as launch:
         yield "cpu" if name == "cpu" else DEVICE

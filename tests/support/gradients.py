@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from hf_dlion.core import layout
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.vote import layout
 from tests.support.definition import Lions
 
 SHAPES = [(3, 64), (5,), (), (0, 4), (130, 128), (7, 3), (2, 200), (300, 64), (70,), (1, 64)]

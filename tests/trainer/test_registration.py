@@ -80,7 +80,7 @@ def test_optim_args_reach_the_optimizer_by_model_names(tmp_path: Path, optim_arg
     decayed = trainer.get_decay_parameter_names(trainer.model)
     decays = {p: group["weight_decay"] for group in lion.param_groups for p in group["params"]}
     assert decays == {p: 0.1 * (n in decayed) for n, p in trainer.model.named_parameters()}
-    full = {line[0] for line in lion.params.layout({}).lines if line[-1] == "full"}
+    full = {slot.name for slot in lion.params.fresh_layout().slots if slot.full_precision}
     names = [name for name, _ in trainer.model.named_parameters()]
     assert full == {name for name in names if "norm" in name or "embed" in name}
 
@@ -173,7 +173,7 @@ def names_after_training(args: TrainingArguments, cls: type[Trainer], **changes:
     trainer = trained(args, cls, **changes)
     assert "dlion/abstained" in trainer.state.log_history[0]
     assert Path(args.output_dir, "checkpoint-4", "dlion_momentum_0_of_1.safetensors").is_file()
-    return [line[0] for line in trainer.optimizer.optimizer.params.layout({}).lines]
+    return [slot.name for slot in trainer.optimizer.optimizer.params.fresh_layout().slots]
 
 
 NAMES = {name for name, _ in tiny_llama().named_parameters()}

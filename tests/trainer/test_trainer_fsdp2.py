@@ -58,7 +58,7 @@ def test_replicas_vote_on_their_shards_and_resume_bit_for_bit(tmp_path: Path, lo
         assert lion.steps == 4
         ends.append([param.detach().full_tensor().clone() for param in params])
         if resume is None:
-            assert "model.embed_tokens.weight" in [line[0] for line in lion.params.layout({}).lines]
+            assert "model.embed_tokens.weight" in [s.name for s in lion.params.fresh_layout().slots]
             # Two bits of this rank's half of the parameters, one way each; none within a period.
             half = 2 * sum(param.numel() for param in params) / 2 / 8
             assert (lion.wire.last_bytes_sent > half) == (not local)

@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hf_dlion.trainer.callback as callback
-from hf_dlion.exchange.wire import Pending
-from hf_dlion.vote.local_steps import vote_every_for
+from hf_dlion.ranks.wire import Pending
+from hf_dlion.steps.local import vote_every_for
 from tests.support.spawn import on_ranks
 from tests.support.tiny import (
     At,

@@ -17,21 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.exchange.codec import TOP, WORD
-from hf_dlion.exchange.routes import Verdict, Votes, counted
-from hf_dlion.exchange.rule import Average, Majority
-from hf_dlion.exchange.wire import WireStats
+from hf_dlion.core.codec import TOP, WORD
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.flat import flat_view
+from hf_dlion.core.idle_rows import survey
+from hf_dlion.core.layout import Layout, Scratch
+from hf_dlion.core.lion import encode, tensor_maxima, tensor_sums
+from hf_dlion.core.rule import Average, Majority
+from hf_dlion.core.slot import Slot
+from hf_dlion.core.votes import Verdict, Votes
+from hf_dlion.gpu import form
+from hf_dlion.gpu.launches import KernelVote, moved_bytes
+from hf_dlion.gpu.trial import warm_up
 from hf_dlion.options import LOCAL_BITS, Options
-from hf_dlion.vote import on_gpu
-from hf_dlion.vote.context import StepContext
-from hf_dlion.vote.displacement import SCALES, displacement, move_message
-from hf_dlion.vote.idle_rows import survey
-from hf_dlion.vote.layout import Layout, Scratch, Slot, flat_view
-from hf_dlion.vote.local_steps import LocalSteps
-from hf_dlion.vote.momentum_sync import momentum, move_momenta
-from hf_dlion.vote.quantized_mean import Mean
-from hf_dlion.vote.step import direction, encode, move, tensor_maxima, tensor_sums
-from hf_dlion.vote.warm_up import warm_up
+from hf_dlion.ranks.stats import WireStats
+from hf_dlion.steps.displacement import SCALES, displacement, move_by_mean
+from hf_dlion.steps.local import LocalSteps
+from hf_dlion.steps.momentum_sync import apply_mean, read_momentum
+from hf_dlion.steps.quantized_mean import Mean
 
 Calls = dict[str, Callable[[], object]]
 
@@ -87,7 +90,7 @@ class Machine:
     def count_s(self, bits: int, ranks: int) -> float:
         """Returns the seconds per element of counting the votes of any number of ranks."""
         points = [(known, self.each_s[f"count {bits} of {known}"]) for known in (2, 4)]
-        fixed, each = _line(*points)
+        fixed, each = _fit(*points)
         return fixed + ranks * each
 
 
@@ -157,7 +160,7 @@ def measured(
         picked = {call: sorted(taken)[place] for call, taken in times.items()}
         compute_s = given_s
         if compute_s is None:
-            fixed, each = _line(*((size, picked[model]) for model, size in sizes.items()))
+            fixed, each = _fit(*((size, picked[model]) for model, size in sizes.items()))
             # Backward leaves out the gradients of frozen weights, a third of the work.
             elements = (2 * work.parameters + work.trainable) / 3
             compute_s = fixed + each * elements * work.active_share
@@ -191,12 +194,12 @@ def bytes_on_a_gpu(dtype: torch.dtype) -> dict[str, float]:
         with _CountBytes() as mode:  # type: ignore[no-untyped-call]
             call()
         found[name] = mode.moved / param.numel()
-    moved = partial(on_gpu.moved_bytes, dtype=dtype)
+    moved = partial(moved_bytes, dtype=dtype)
     return {
         **found,
         "local step": moved("local step"), "move": moved("move"), "encode 1": moved("encode"),
         **{f"count 1 of {ranks}": (ranks + 1) / 8 for ranks in (2, 4)},
-        "exchange": found["encode displacement"] + moved("exchange"),
+        "exchange": found["encode displacement"] + moved("end of period"),
     }  # fmt: skip
 
 
@@ -233,12 +236,12 @@ def step_work(param: Tensor) -> Calls:
 
 def _local_work(param: Tensor) -> Calls:
     """Returns the work of a local step, and of an exchange of two ranks in 4 bits."""
-    layout, local, bits = _layout_of([param]), LocalSteps(2), LOCAL_BITS
+    layout, local, bits = _layout_of([param]), LocalSteps(2, {}), LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
     local.step(layout, context)
     (slot,), source = layout.slots, partial(displacement, context=context)
-    slot.scale = 1.0
+    slot.magnitude = 1.0
     sent: list[Votes] = []
 
     def encode_displacement() -> None:
@@ -250,19 +253,20 @@ def _local_work(param: Tensor) -> Calls:
     for message, votes in zip(layout.messages, sent, strict=True):
         rows = torch.full((-(-message.rows.count // WORD),), -1, device=param.device)
         planes, every = votes.planes.expand(ranks, -1, -1), slice(0, message.words)
-        verdict = counted(planes, rows.expand(ranks, -1), votes, every, message.words, rule, 1)
+        active, words = rows.expand(ranks, -1), message.words
+        verdict = form.verdict_on(planes, active, message.rows, every, rule, 1, words)
         means.append(Mean(votes, verdict, rule, SCALES[bits], context))
 
     def end_period() -> None:
         for message, mean in zip(layout.messages, means, strict=True):
-            move_message(message, context, WireStats(), mean)
+            move_by_mean(message, context, WireStats(), mean)
 
     def average_momenta() -> None:
-        of_momenta = partial(momentum, context=context)
+        of_momenta = partial(read_momentum, context=context)
         tensor_sums(layout.slots, layout.messages, of_momenta, context)
         for message, mean in zip(layout.messages, means, strict=True):
             encode(message, context, of_momenta, bits=bits, by_tensor=True)
-            move_momenta(message, context, mean)
+            apply_mean(message, context, mean)
 
     return {
         "local step": partial(local.step, layout, context),
@@ -281,40 +285,30 @@ def vote_work(
     takes the form of torch operations.
     """
     rule, context, layout = Majority("alternate"), _context(bits), _layout_of(params)
-    source = partial(direction, context=context)
     for n in ranks:
         warm_up(layout, context.options, n)
-    works: list[on_gpu.Step | None] = []
+    steps: list[form.TorchVote | KernelVote] = []
+    chosen = form.vote_on if kernels else form.TorchVote
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
     # All ranks vote on all rows.
     rows = [torch.full((-(-m.rows.count // WORD),), -1, device=m.device) for m in layout.messages]
 
     def encode_all() -> None:
-        works.clear()
-        sent.clear()
-        for message in layout.messages:
-            covered = kernels and on_gpu.covers(message, max(ranks))
-            work = on_gpu.Step(message, context) if covered else None
-            works.append(work)
-            if work is not None and bits == 1:
-                sent.append(work.encode())
-            else:
-                sent.append(encode(message, context, source, bits=bits))
+        steps[:] = [chosen(message, context) for message in layout.messages]
+        sent[:] = [step.encode() for step in steps]
 
     def count_all(n: int) -> None:
         verdicts.clear()
         for message, votes, active in zip(layout.messages, sent, rows, strict=True):
             planes = votes.planes.expand(n, *votes.planes.shape)
-            every, words = slice(0, message.words), message.words
-            verdicts.append(counted(planes, active.expand(n, -1), votes, every, words, rule, 1))
+            everyone, words = active.expand(n, -1), message.words
+            every = slice(0, words)
+            verdicts.append(form.verdict_on(planes, everyone, message.rows, every, rule, 1, words))
 
     def move_all() -> None:
-        for message, work, verdict in zip(layout.messages, works, verdicts, strict=True):
-            if work is None:
-                move(message, verdict, rule, context)
-            else:
-                work.move(verdict, rule)
+        for step, verdict in zip(steps, verdicts, strict=True):
+            step.move(verdict, rule)
 
     # Makes scratch, rows, and what the next call needs.
     for call in (encode_all, partial(count_all, ranks[0])):
@@ -400,7 +394,7 @@ def _share_of_other_processes() -> Callable[[], float]:
     return lambda: (psutil.cpu_percent() - process.cpu_percent() / cores) / 100
 
 
-def _line(*points: tuple[float, float]) -> tuple[float, float]:
+def _fit(*points: tuple[float, float]) -> tuple[float, float]:
     """Returns intercept and slope of the line through two points; neither is below 0."""
     (x0, y0), (x1, y1) = points
     slope = max((y1 - y0) / (x1 - x0), 0.0)

@@ -17,12 +17,13 @@ import torch
 
 from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.exchange.codec import TOP, WORD
-from hf_dlion.exchange.routes import wire_bytes
+from hf_dlion.core.codec import TOP, WORD
+from hf_dlion.core.layout import messages
+from hf_dlion.core.slot import Slot
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.meeting import HEADER_BYTES
-from hf_dlion.vote.layout import Slot, messages
-from hf_dlion.vote.local_steps import vote_every_for
+from hf_dlion.ranks.routes import wire_bytes
+from hf_dlion.steps.local import vote_every_for
 
 # Backward computes two products for each one of forward.
 FORWARD_SHARE = 1 / 3

@@ -1,0 +1,76 @@
+"""What the arithmetic of one step needs in addition to its tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.idle_rows import aged
+from hf_dlion.core.layout import Piece, Scratch
+from hf_dlion.core.rounding import random_bits
+from hf_dlion.core.slot import Slot
+from hf_dlion.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """The step, and what its arithmetic needs in addition to the layout.
+
+    `step` is 1 for the first step, and in an exchange of local steps its number. `voter` is the
+    number of this rank's voter among `voters`, and `state` the optimizer's state by parameter.
+    """
+
+    step: int
+    voter: int
+    voters: int
+    options: Options
+    groups: list[dict[str, Any]]
+    state: Mapping[Tensor, dict[str, Any]]
+    scratch: Scratch
+
+    @property
+    def bits(self) -> int:
+        """Bits per vote, or per displacement."""
+        assert self.options.bits is not None, "the options have set it"
+        return self.options.bits
+
+    @functools.cached_property
+    def phase(self) -> int:
+        """Number whose parity decides ties, so that they cancel out at any rhythm of use.
+
+        Every pair of steps has both parities, in an order by the Golay-Rudin-Shapiro sequence. With
+        the parity of the step, ties of a parameter that moves in every second step were all alike.
+        """
+        pair = self.step >> 1
+        return self.step + (pair & pair >> 1).bit_count()
+
+    @functools.cached_property
+    def zero_phase(self) -> int:
+        """Number whose parity decides this voter's votes for exact zeros.
+
+        They oppose the tie-break, except those of some voters, who take turns by the golden ratio:
+        half, rounded down, and of an even number one less if ties are broken, because that is half
+        a vote. So zeros cancel out, and a voter that alone isn't zero decides, of two always.
+        """
+        breaks_ties = self.options.aggregation == "majority" and self.options.ties == "alternate"
+        shift = (0x9E3779B9 * self.step % (1 << 32)) * self.voters >> 32
+        follows = (self.voter + shift) % self.voters < (self.voters - breaks_ties) // 2
+        return self.phase + follows
+
+    def random(self, stream: int, piece: Piece) -> Tensor:
+        """Returns a piece's random bits of a stream of `rounding`."""
+        words = self.scratch("random", piece.size // 2, torch.int32, piece.device)
+        return random_bits(piece.size, piece.first, self.step, self.options.seed, stream, words)
+
+    def age_rows(self, slots: Iterable[Slot]) -> None:
+        """Counts an update of the slots' momenta, and notes the rows in which u is 0."""
+        for slot in slots:
+            slot.old = None
+            if slot.grad is not None:
+                beta2 = float(self.groups[slot.group]["betas"][1])
+                slot.old = aged(self.state[slot.param], slot.idle, beta2)

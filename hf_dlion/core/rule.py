@@ -1,0 +1,127 @@
+"""Rules that turn votes into a verdict: the majority, or the average.
+
+On GPUs, `gpu.kernels` decides on votes of one bit, and moves. It gets the rule's `name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.codec import (
+    TOP,
+    WORD,
+    alternating_word,
+    compare,
+    divided,
+    numbers_of,
+    tally,
+    unpack,
+)
+from hf_dlion.options import Options
+
+
+class Majority:
+    """The sign of the sum of the votes (Liu et al. 2024, Algorithm 1, "MaVo").
+
+    Args:
+        ties: Value of a tie: "alternate" applies +1 and -1 in turns, "zero" doesn't move.
+    """
+
+    def __init__(self, ties: str) -> None:
+        self.name, self._zero = ties, ties == "zero"
+        self.planes = 2 if self._zero else 1
+
+    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
+        """Returns the verdict: a plane of the positive elements, and with "zero" one of the ties.
+
+        Args:
+            sums: Planes of the sum of all ranks' codes, int64, shape (W,) each.
+            total: Number of active ranks times the largest code, one number or one per word, int64,
+                shape (W,).
+            phase: Number whose parity decides ties.
+        """
+        greater, equal = compare(sums, total)
+        if self._zero:
+            return [greater, equal]
+        return [greater | (equal & alternating_word(phase))]  # A tied k is +1 if k + phase is even.
+
+    def decode(
+        self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
+    ) -> Tensor:
+        """Returns factor * v for every element, exactly: v is -1, 0, or 1.
+
+        Args:
+            planes: Planes of the verdict, int64, contiguous, shape (W,) each.
+            active: Number of active ranks by word, int64, shape (W,); None if all are active.
+            factor: Learning rate, or the unit of a level.
+            out: Output, float32 or float64, shape (64 * W,), overwritten.
+        """
+        unpack(planes[0], -factor, factor, out)
+        if self._zero:
+            # Not a product, which may be -0 and would turn a weight of -0 into 0.
+            out.masked_fill_(unpack(planes[1], 0.0, 1.0, torch.empty_like(out)) != 0, 0.0)
+        if active is not None:
+            out.view(-1, WORD).masked_fill_((active == 0).view(-1, 1), 0.0)
+        return out
+
+
+class Average:
+    """The mean of the votes, 0 for a rank that abstains (Liu et al. 2024, Algorithm 1, "Avg").
+
+    Args:
+        ranks: Number of ranks N.
+        bits: Bits per vote.
+    """
+
+    def __init__(self, ranks: int, bits: int) -> None:
+        self.name, self.ranks, self.top = "average", ranks, TOP[bits]
+        self.planes = (ranks * self.top).bit_length()
+
+    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
+        """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
+        missing = self.planes - len(sums)
+        return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
+
+    def decode(
+        self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
+    ) -> Tensor:
+        """Returns factor * v; v = (2 * sum - n * top) / N and factor * v are rounded once each."""
+        numbers_of(planes, out).mul_(2.0)
+        if active is None:
+            out.sub_(self.ranks * self.top)
+        else:
+            out.view(-1, WORD).sub_((active * self.top).view(-1, 1))
+        if self.ranks > 1:
+            divided(out, self.ranks)
+        return out if factor == 1.0 else out.mul_(factor)
+
+
+# Both have `planes`, the number of planes of a verdict, and a `name` for kernels.
+Rule = Majority | Average
+
+
+def rule_of(options: Options, voters: int) -> Rule:
+    """Returns the rule of votes between so many voters."""
+    if options.aggregation == "average":
+        assert options.bits is not None, "the options have set it"
+        return Average(voters, options.bits)
+    return Majority(options.ties)
+
+
+def verdict_planes(
+    planes: Sequence[Sequence[Tensor]], active: Tensor | None, rule: Rule, phase: int
+) -> list[Tensor]:
+    """Returns the planes of the verdict on some words.
+
+    Args:
+        planes: Planes of each rank's codes, int64, shape (W,) each; 0 where the rank abstains.
+        active: Number of active ranks by word, int64, shape (W,); None if all are active.
+        rule: Rule that decides.
+        phase: Number whose parity decides ties.
+    """
+    bits = len(planes[0])
+    total = (len(planes) if active is None else active) * TOP[bits]
+    return rule.decide(tally(planes, bits), total, phase)

@@ -1,0 +1,172 @@
+"""The form of the arithmetic that does a message's work: Triton kernels, or torch operations.
+
+On a GPU, kernels do the work of a step that they cover. Everything else, and every other device,
+takes torch operations, which have the same bits. So ranks with different forms can train together.
+This module is the only one that chooses, and names what both forms do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from hf_dlion.core import lion, votes
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.layout import Message, Piece
+from hf_dlion.core.rule import Average, Rule
+from hf_dlion.core.slot import Field, Slot
+from hf_dlion.core.votes import Rows, Verdict, Votes
+from hf_dlion.gpu import launches
+from hf_dlion.gpu.launches import MOST_RANKS, KernelVote
+
+# Types of devices on which the kernels run, and dtypes of their tensors.
+DEVICES = ("cuda",)
+DTYPES = (torch.float32, torch.bfloat16)
+# Set it to 0 to take the form of torch operations.
+SWITCH = "HF_DLION_TRITON"
+# Warnings for the end of the next step, because other ranks wait for it until then.
+_warnings: list[str] = []
+# Why kernels failed, by device.
+_failed: dict[torch.device, str] = {}
+
+
+def refusal(device: torch.device) -> str:
+    """Returns why the kernels don't run on a device; empty if they do, or before `try_out`."""
+    if device.type not in DEVICES:
+        return f"kernels run on {' and '.join(DEVICES)}, not on {device.type}"
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"{SWITCH}=0"
+    return _failed.get(device, "")
+
+
+def new_warnings() -> list[str]:
+    """Returns the warnings since the last call, for the end of a step."""
+    texts = [*_warnings]
+    _warnings.clear()
+    return texts
+
+
+def try_out(trial: Callable[[], None], device: torch.device) -> None:
+    """Calls a trial of kernels; if it fails, none runs on the device any more (see `new_warnings`).
+
+    Raises:
+        RuntimeError: If memory runs out, of which torch operations need more than the kernels.
+    """
+    try:
+        version = launches.triton_kernels().triton.__version__
+        if TorchVersion(version) < "3.4":  # Which can't compile them.
+            raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
+        trial()
+    except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
+        text = str(error)  # Of torch, triton, or the system; a later step may have enough.
+        if isinstance(error, MemoryError) or "out of memory" in text or "allocate mem" in text:
+            raise
+        why = _failed[device] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        _warnings.append(
+            f"hf_dlion's kernels can't run on {device} ({why}), so the optimizer's work takes "
+            f"several times as long, with the same result. hf-dlion doctor checks this. Set "
+            f"{SWITCH}=0 to hide the warning"
+        )
+
+
+def covers(message: Message, ranks: int = 1) -> bool:
+    """Returns whether the kernels do the work of a message that so many voters exchange."""
+    if message.device.type not in DEVICES or ranks > MOST_RANKS:
+        return False
+    for slot in (span.slot for span in message.spans):
+        tensors = slot.p, slot.grad, slot.momentum
+        if not all([tensor is None or tensor.dtype in DTYPES for tensor in tensors]):
+            return False
+    return not refusal(message.device)
+
+
+# What both forms do.
+
+
+class TorchVote:
+    """A step by votes on a message: `encode`, and then `move` by the verdict."""
+
+    def __init__(self, message: Message, context: StepContext) -> None:
+        """Does nothing yet."""
+        self._message, self._context = message, context
+
+    def encode(self) -> Votes:
+        """Returns the votes, and updates the momenta."""
+        source = partial(lion.direction, context=self._context)
+        return lion.encode(self._message, self._context, source, bits=self._context.bits)
+
+    def move(self, verdict: Verdict, rule: Rule) -> None:
+        """Moves the parameters."""
+        lion.apply_verdict(self._message, verdict, rule, self._context)
+
+
+def vote_on(message: Message, context: StepContext) -> TorchVote | KernelVote:
+    """Returns a step by votes on a message, in its form."""
+    chosen = KernelVote if covers(message, context.voters) else TorchVote
+    return chosen(message, context)
+
+
+def plain_lion(messages: Iterable[Message], context: StepContext) -> None:
+    """Takes Lion's step without votes."""
+    others = _launched(messages, partial(launches.plain_lion, context=context))
+    lion.plain_lion(others, context)
+
+
+def local_step(messages: Iterable[Message], context: StepContext) -> None:
+    """Takes a local step."""
+    others = _launched(messages, partial(launches.local_step, context=context))
+    lion.local_step(others, context)
+
+
+def end_period(
+    message: Message,
+    verdict: Verdict,
+    rule: Average,
+    unit: Callable[[Slot], float],
+    mean: Callable[[Piece], Tensor],
+    context: StepContext,
+) -> None:
+    """Moves a message's parameters from their anchors by the mean of the displacements.
+
+    Kernels decode the mean from the verdict, whose levels are multiples of a slot's `unit`. Torch
+    operations get a piece's mean from `mean`.
+    """
+    if covers(message, rule.ranks):
+        launches.end_period(message, verdict, rule, unit, context)
+        return
+    for piece in message.pieces:
+        if piece.has(Field.TARGET):
+            lion.move_from_anchor(piece, mean(piece), context)
+
+
+def verdict_on(
+    planes: Tensor, active: Tensor, rows: Rows, words: slice, rule: Rule, phase: int, size: int
+) -> Verdict:
+    """Returns the verdict of all ranks' votes on a slice of a message's words.
+
+    `planes` has shape (ranks, bits, W), and `active` one bit per row, shape (ranks, ceil(R / 64)).
+    Kernels return planes of `size` words, with zeros after the slice.
+    """
+    ranks, bits, _ = planes.shape
+    device = planes.device
+    if bits == 1 and ranks <= MOST_RANKS and device.type != "cpu" and not refusal(device):
+        return launches.verdict_on(planes, active, rows, words, rule, phase, size)
+    return votes.verdict_on(planes, active, rows, words, rule, phase)
+
+
+def _launched(messages: Iterable[Message], work: Callable[[list[Message]], None]) -> list[Message]:
+    """Does work on the covered messages of each device; returns the other messages."""
+    covered, others = dict[torch.device, list[Message]](), list[Message]()
+    for message in messages:
+        if covers(message):
+            covered.setdefault(message.device, []).append(message)
+        else:
+            others.append(message)
+    for same in covered.values():
+        work(same)
+    return others

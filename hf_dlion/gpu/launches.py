@@ -1,0 +1,336 @@
+"""The kinds of work that kernels do, each in one launch for all tensors of the same types.
+
+They bring addresses and numbers to `kernels`, and have the bits of the functions in `core.lion` and
+`core.votes`. `form` says which messages they take. Triton is imported at the first launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dlion.core.codec import WORD, alternating_word
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.layout import Message
+from hf_dlion.core.lion import decay_of, direction, encode
+from hf_dlion.core.rounding import COMPENSATIONS, MOMENTA, PARAMETERS, key_of
+from hf_dlion.core.rule import Average, Rule
+from hf_dlion.core.slot import Field, Slot
+from hf_dlion.core.votes import Rows, Verdict, Votes
+from hf_dlion.gpu.tables import (
+    WORDS_OF_A_PROGRAM,
+    Column,
+    Line,
+    Lines,
+    Table,
+    addresses,
+    launch,
+    lines_of,
+)
+
+# Most ranks whose votes the kernels add.
+MOST_RANKS = 127
+# So many elements of the layout have one key of random bits.
+_SAME_KEY = 1 << 33
+
+
+@functools.cache
+def triton_kernels() -> Any:
+    """Returns the module of the kernels; the first call imports triton."""
+    import hf_dlion.gpu.kernels as kernels
+
+    return kernels
+
+
+def moved_bytes(kind: str, dtype: torch.dtype) -> float:
+    """Returns the bytes per element that a kind of work of `kernels.each_tile` reads and writes."""
+    size, is_low = dtype.itemsize, dtype == torch.bfloat16
+    # Elements that are read and written, and for each of them the bytes of words of bits.
+    elements, others = {
+        "encode": (3, 9 / 64), "move": (2, 1 / 8), "step": (5, 0),
+        "local step": (7 if is_low else 5, 0),
+        "end of period": (2, 5 / 8),  # A verdict of 4 bits and two ranks.
+    }[kind]  # fmt: skip
+    return elements * size + others
+
+
+class SlotLine(NamedTuple):
+    """A line for elements of a slot from `start`; `number` is that of the element in the layout."""
+
+    slot: Slot
+    start: int
+    number: int
+    line: Line
+
+
+def slot_lines(message: Message) -> list[SlotLine]:
+    """Returns the lines of a message, each as long as possible."""
+    begins: dict[Slot, tuple[int, int]] = {}
+    stops: dict[Slot, int] = {}
+    for piece in message.pieces:
+        for slot, start, stop, at in piece.stretches:
+            begins.setdefault(slot, (start, piece.first + at))
+            stops[slot] = stop
+    lines, row = [], 0
+    for slot, word, words, row_words in message.spans:
+        (start, number), skipped = begins[slot], 0
+        while start < stops[slot]:
+            size = min(stops[slot] - start, _SAME_KEY - number % _SAME_KEY)
+            line = Line(size, word + skipped, row, skipped, row_words)
+            lines.append(SlotLine(slot, start, number, line))
+            start, number, skipped = start + size, number + size, skipped + size // WORD
+        row += words // row_words
+    return lines
+
+
+class KernelVote:
+    """A step by votes on a message; see `form.TorchVote`."""
+
+    def __init__(self, message: Message, context: StepContext) -> None:
+        """Fills one table for both launches."""
+        self._message, self._context, table = message, context, Table(message.device)
+        lines = slot_lines(message)
+        is_encoded = context.bits == 1
+        voting = [own for own in lines if is_encoded and own.slot.grad is not None]
+        moving = [own for own in lines if own.slot.target is not None]
+        numbers = _numbers(context)
+        keys = {Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter)}
+        self._encode = _add(table, voting, (Field.GRAD, Field.MOMENTUM), numbers, keys)
+        keys = {Column.KEY_PARAM: _key(context, PARAMETERS)}
+        self._move = _add(table, moving, (Field.TARGET,), numbers, keys)
+
+    def encode(self) -> Votes:
+        """Returns the votes, those of one bit packed for every route, and updates the momenta."""
+        message, context = self._message, self._context
+        if context.bits > 1:  # Which torch operations encode.
+            return encode(message, context, partial(direction, context=context), bits=context.bits)
+        rows, words = message.rows, message.words
+        flags = torch.zeros(rows.count, dtype=torch.int8, device=message.device)
+        before = -(-rows.count // WORD)
+        # After the votes there is room for the padding of `two_phase`.
+        size = before + words + MOST_RANKS
+        packed = torch.empty(size, dtype=torch.int64, device=message.device)
+        planes = packed[before:]
+        each_tile("encode", self._encode, planes=planes, rows=flags, phase=context.zero_phase)
+        abstain(rows, words, planes, flags, packed)
+        return Votes(planes[:words].view(1, -1), flags.view(torch.bool), rows, packed)
+
+    def move(self, verdict: Verdict, rule: Rule) -> None:
+        """Moves the parameters."""
+        ranks = rule.ranks if isinstance(rule, Average) else 1
+        _by_verdict("move", self._move, verdict, ranks=ranks, rule=rule.name)
+
+
+def plain_lion(messages: Sequence[Message], context: StepContext) -> None:
+    """Takes a step without votes on messages of one device; see `lion.plain_lion`."""
+    lines = [own for message in messages for own in slot_lines(message)]
+    moving = [own for own in lines if own.slot.target is not None]
+    fields = Field.GRAD, Field.MOMENTUM, Field.TARGET
+    keys = {
+        Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter),
+        Column.KEY_PARAM: _key(context, PARAMETERS),
+    }
+    table = Table(messages[0].device)
+    each_tile("step", _add(table, moving, fields, _numbers(context), keys))
+
+
+def local_step(messages: Sequence[Message], context: StepContext) -> None:
+    """Takes a local step on messages of one device; see `lion.local_step`."""
+    lines = [own for message in messages for own in slot_lines(message)]
+    moving = [own for own in lines if own.slot.grad is not None]
+    fields = Field.GRAD, Field.MOMENTUM, Field.TARGET, Field.COMPENSATION
+    numbers = {**_numbers(context), Column.DECAY: lambda slot: 1.0}  # The end of the period decays.
+    keys = {
+        Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter),
+        Column.KEY_COMPENSATION: _key(context, COMPENSATIONS + context.voter),
+    }
+    table = Table(messages[0].device)
+    each_tile("local step", _add(table, moving, fields, numbers, keys))
+
+
+def end_period(
+    message: Message, verdict: Verdict, rule: Average, unit: Callable[[Slot], float],
+    context: StepContext,
+) -> None:  # fmt: skip
+    """Moves a message's parameters from their anchors; see `lion.move_from_anchor`."""
+    numbers = {Column.UNIT: unit, Column.DECAY: decay_of}
+    keys = {Column.KEY_PARAM: _key(context, PARAMETERS)}
+    moving = [own for own in slot_lines(message) if own.slot.anchor is not None]
+    lines = _add(Table(message.device), moving, (Field.TARGET, Field.ANCHOR), numbers, keys)
+    _by_verdict("end of period", lines, verdict, ranks=rule.ranks, top=rule.top)
+
+
+def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -> None:
+    """Moves by a verdict, which may come from the other form."""
+    planes, active = verdict.planes, verdict.active
+    if not isinstance(planes, Tensor):
+        planes = torch.stack(planes)
+    assert active is not None, "only a CPU leaves it out"
+    stride, rows = planes.stride(0), active.to(torch.int32)
+    each_tile(kind, lines, planes=planes, stride=stride, rows=rows, **given)
+
+
+def each_tile(
+    kind: str, lines: Iterable[Lines], *, planes: Tensor | None = None, stride: int = 0,
+    rows: Tensor | None = None, phase: int = 0, ranks: int = 1, rule: str = "", top: int = 1,
+) -> None:  # fmt: skip
+    """Does one kind of work, with a launch for each combination of types; see `kernels`."""
+    at, at_rows = addresses(planes, rows)
+    for same in lines:
+        launch(
+            triton_kernels().each_tile, same.table.device, same.programs, *same.arguments, at,
+            stride, at_rows, phase % 2, kind, *same.types, ranks, rule, top,
+        )  # fmt: skip
+
+
+# Tensors whose types choose a kernel's variant, and columns of tensors' addresses.
+_TYPED = (Field.GRAD, Field.MOMENTUM, Field.TARGET)
+_COLUMNS = {
+    Field.GRAD: Column.GRAD,
+    Field.MOMENTUM: Column.MOMENTUM,
+    Field.TARGET: Column.TARGET,
+    Field.ANCHOR: Column.ANCHOR,
+    Field.COMPENSATION: Column.COMPENSATION,
+}
+
+
+def _add(
+    table: Table,
+    slot_lines: Sequence[SlotLine],
+    fields: Sequence[Field],
+    numbers: Mapping[Column, Callable[[Slot], float]],
+    keys: Mapping[Column, Callable[[int], int]],
+) -> list[Lines]:
+    """Adds lines to a table, by the types of gradient, momentum, and parameter.
+
+    `fields` are the tensors of a slot that the kernel gets. `numbers` and `keys` return the values
+    of their columns for a slot, and for an element's number in the layout.
+    """
+    tl, by_types = triton_kernels().tl, dict[tuple[Any, ...], list[SlotLine]]()
+    types_of = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, None: None}
+    for own in slot_lines:
+        typed = [own.slot.get(field) if field in fields else None for field in _TYPED]
+        types = tuple(types_of[None if tensor is None else tensor.dtype] for tensor in typed)
+        by_types.setdefault(types, []).append(own)
+    added = []
+    for types, same in by_types.items():
+        columns: dict[Column, Any] = {}
+        if Field.GRAD in fields:
+            columns[Column.OLD] = [_address_of_old(own) for own in same]
+        for field in fields:
+            columns[_COLUMNS[field]] = [_address(own, field) for own in same]
+        for column, number in numbers.items():
+            values = np.array([number(own.slot) for own in same], np.float32)
+            columns[column] = values.view(np.int32)
+        for column, key in keys.items():
+            columns[column] = [key(own.number) for own in same]
+        torch.autograd.graph.increment_version(_written(same, fields))  # The kernels write.
+        added.append(table.add([own.line for own in same], types, columns))
+    return added
+
+
+def _written(lines: Sequence[SlotLine], fields: Sequence[Field]) -> list[Tensor]:
+    tensors = [own.slot.get(field) for own in lines for field in fields if field != Field.GRAD]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _address(own: SlotLine, field: Field) -> int:
+    tensor = own.slot.get(field)
+    return 0 if tensor is None else tensor.data_ptr() + own.start * tensor.element_size()
+
+
+def _address_of_old(own: SlotLine) -> int:
+    """Returns the address of the old rows' flags, from the row in which the line begins."""
+    old, line = own.slot.old, own.line
+    if old is None:
+        return 0
+    return old.data_ptr() + (own.start // WORD - line.skipped) // line.row_words
+
+
+def _numbers(context: StepContext) -> dict[Column, Callable[[Slot], float]]:
+    """Returns the columns of a step's numbers."""
+    by_group: list[dict[Column, float]] = []
+    for group in context.groups:  # Once for each, because a rate may be a tensor on the GPU.
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        decay = 1 - lr * float(group["weight_decay"])
+        by_group.append({
+            Column.W1: 1 - beta1, Column.W2: 1 - beta2, Column.LR: lr, Column.DECAY: decay
+        })  # fmt: skip
+
+    def number(slot: Slot, *, column: Column) -> float:
+        return by_group[slot.group][column]
+
+    return {column: functools.partial(number, column=column) for column in by_group[0]}
+
+
+def _key(context: StepContext, stream: int) -> Callable[[int], int]:
+    return lambda number: key_of(number, context.step, context.options.seed, stream)
+
+
+# Votes, word by word.
+
+
+def abstain(rows: Rows, words: int, planes: Tensor, active: Tensor, packed: Tensor) -> None:
+    """Clears the votes in rows that aren't active, and words after the message; packs `active`.
+
+    Args:
+        rows: The message's rows.
+        words: Number of words in the message.
+        planes: Votes, int64, one plane, at least as long as the message.
+        active: Whether this rank votes on a row, int8, shape (R,).
+        packed: Output, one bit per row, int64, shape (ceil(R / 64),).
+    """
+    programs = -(-max(planes.numel(), active.numel()) // WORDS_OF_A_PROGRAM)
+    launch(
+        triton_kernels().abstain, planes.device, programs, *lines_of(rows).arguments,
+        *addresses(planes), words, planes.numel(), *addresses(active), active.numel(),
+        *addresses(packed),
+    )  # fmt: skip
+
+
+def verdict_on(
+    planes: Tensor, active: Tensor, rows: Rows, words: slice, rule: Rule, phase: int, size: int
+) -> Verdict:
+    """Returns the verdict of all ranks' votes of one bit; see `votes.verdict_on`.
+
+    It has planes of `size` words, with zeros after the slice.
+    """
+    verdict = planes.new_empty(rule.planes, size)
+    voters = torch.empty(rows.count, dtype=torch.int32, device=planes.device)
+    count(
+        rows, planes[:, 0], active, verdict, voters, first=rows.first_word + words.start,
+        size=words.stop - words.start, tie=alternating_word(phase), rule=rule.name,
+    )  # fmt: skip
+    return Verdict(verdict, voters)
+
+
+def count(
+    rows: Rows, planes: Tensor, packed: Tensor, verdict: Tensor, voters: Tensor, *,
+    first: int, size: int, tie: int, rule: str,
+) -> None:  # fmt: skip
+    """Counts votes of one bit on some words of a message, and decides.
+
+    Args:
+        rows: The message's rows.
+        planes: Votes of each rank on these words, int64, shape (N, W) or longer.
+        packed: One bit per row of the message and rank, int64, shape (N, ceil(R / 64)).
+        verdict: Output, planes of the verdict, int64; zero after `size` words.
+        voters: Output, number of voters of each of the message's rows, int32, shape (R,).
+        first: The first of these words in the message.
+        size: Number of words.
+        tie: Word that decides ties.
+        rule: "alternate", "zero", or "average".
+    """
+    each = verdict.shape[1]
+    programs = -(-max(each, voters.numel()) // WORDS_OF_A_PROGRAM)
+    launch(
+        triton_kernels().count, planes.device, programs, *lines_of(rows).arguments,
+        *addresses(planes), planes.stride(0), first, size, *addresses(packed), packed.stride(0),
+        voters.numel(), *addresses(verdict), each, *addresses(voters), tie, planes.shape[0], rule,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""The two routes of a message's votes: gather and two_phase.
+
+    gather       all ranks gather all votes, and each counts them all
+                 rank 0: a  ->  a b  ->  verdict
+                 rank 1: b      a b  ->  verdict
+
+    two_phase    each rank counts one N-th of the words for all
+                 rank 0: a0 a1  ->  a0 b0  ->  v0  ->  v0 v1
+                 rank 1: b0 b1      a1 b1  ->  v1      v0 v1
+
+Bytes per rank and message, sent and received, with N ranks, W words, R rows, p bits, and v planes
+of the verdict (majority 1, with ties="zero" 2, average ceil(log2(N * top + 1))):
+
+    gather       8 (N - 1) (ceil(R / 64) + p W)
+    two_phase    8 (N - 1) (ceil(R / 64) + (p + v) ceil(W / N))
+
+Both also send one bit per row, set if the rank votes on the row. A step's header comes first, in
+64 (N - 1) bytes: see `ranks.header`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.codec import WORD
+from hf_dlion.core.rule import Rule
+from hf_dlion.core.votes import Planes, Verdict, Votes, packed_rows
+from hf_dlion.gpu import form
+from hf_dlion.options import Route
+from hf_dlion.ranks.wire import Wire
+
+
+def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
+    """Returns the bytes that a rank sends for one message; the module has the formulas."""
+    if name == "gather":
+        return 8 * (ranks - 1) * (-(-rows // WORD) + bits * words)
+    return 8 * (ranks - 1) * (-(-rows // WORD) + (bits + planes) * -(-words // ranks))
+
+
+def verdict_of(
+    votes: Votes, name: Route, voters: Wire, node: Wire | None, rule: Rule, phase: int
+) -> Generator[None, None, Verdict]:
+    """Sends this rank's votes of a message and returns the verdict; every rank must do this.
+
+    It is suspended whenever data travel.
+
+    If nodes vote, each of the L ranks of a node exchanges one L-th of the words:
+
+        rank a: v0 v1  ->  v0 w0 (with c)  ->  verdict x0  ->  x0 x1 (with b)     node 0: a b
+        rank b: v0 v1  ->  v1 w1 (with d)  ->  verdict x1  ->  x0 x1 (with a)     node 1: c d
+
+    Bytes per rank to other nodes: those of the module for ceil(W / L) words and all R rows. Bytes
+    per rank inside the node: 8 (L - 1) v ceil(W / L).
+
+    The votes must be equal on the ranks of a node, and `node` is None if every rank votes. "auto"
+    takes the route that sends fewer bytes, gather if both send the same.
+    """
+    words = votes.planes.shape[1]
+    if node is not None:
+        share = _share(node.rank, -(-words // node.world_size), words)
+        votes = Votes(votes.planes[:, share].contiguous(), votes.active, votes.rows.within(share))
+    if name == "auto":
+        bits, sent = votes.planes.shape
+        two_phase_words = (bits + rule.planes) * -(-sent // voters.world_size)
+        name = "two_phase" if two_phase_words < bits * sent else "gather"
+    route = _two_phase if name == "two_phase" else _gather
+    verdict = yield from route(votes, voters, rule, phase)
+    if node is None:
+        return verdict
+    # Each rank has one L-th of the verdict. All collectives between nodes end before those inside a
+    # node begin, because NCCL needs one order of two groups' collectives on every rank.
+    yield
+    device = verdict.planes[0].device
+    planes = _padded(verdict.planes, -(-words // node.world_size)).to(node.device_for(device))
+    received = planes.new_empty(node.world_size, *planes.shape)
+    pending = node.all_gather(received, planes, "a verdict")
+    yield
+    pending.wait()
+    return Verdict(_joined(received.to(device), words), verdict.active)
+
+
+def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
+    """All ranks gather all votes, and each rank counts all of them."""
+    (bits, words), device = votes.planes.shape, votes.planes.device
+    rows = -(-votes.rows.count // WORD)
+    if votes.packed is None:
+        sent = torch.cat([packed_rows(votes.active), votes.planes.view(-1)])
+    else:
+        sent = votes.packed[: rows + bits * words]
+    sent = sent.to(wire.device_for(device))
+    received = sent.new_empty(wire.world_size, sent.numel())
+    pending = wire.all_gather(received, sent, "votes")
+    yield
+    pending.wait()
+    yield  # As often as two_phase, see `verdict_of`.
+    everyone = received.to(device)
+    planes = everyone[:, rows:].reshape(wire.world_size, bits, words)
+    return form.verdict_on(
+        planes, everyone[:, :rows], votes.rows, slice(0, words), rule, phase, words
+    )
+
+
+def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
+    """Each rank counts one N-th of the words, and all ranks gather the verdict."""
+    (bits, words), ranks = votes.planes.shape, wire.world_size
+    device, words_each = votes.planes.device, -(-words // ranks)
+    on_wire = wire.device_for(device)
+    if votes.packed is None:
+        active = packed_rows(votes.active)
+        sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
+    else:
+        active = votes.packed[: -(-votes.rows.count // WORD)]
+        sent = votes.packed[active.numel() :][: ranks * words_each]
+    # Segment j goes to rank j.
+    sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)
+    received, active = torch.empty_like(sent), active.to(on_wire)
+    all_active = active.new_empty(ranks, active.numel())
+    pending = [
+        wire.all_gather(all_active, active, "votes"), wire.all_to_all(received, sent, "votes")
+    ]  # fmt: skip
+    yield
+    for each in pending:
+        each.wait()
+    share = _share(wire.rank, words_each, words)
+    received, all_active = received.to(device), all_active.to(device)
+    shares = form.verdict_on(received, all_active, votes.rows, share, rule, phase, words_each)
+    sent = _padded(shares.planes, words_each).to(on_wire)
+    received = sent.new_empty(ranks, *sent.shape)
+    verdict = wire.all_gather(received, sent, "a verdict")
+    yield
+    verdict.wait()
+    return Verdict(_joined(received.to(device), words), shares.active)
+
+
+def _share(rank: int, words_each: int, words: int) -> slice:
+    """Returns the words that a rank counts; the last ranks may have fewer, or none."""
+    first = min(rank * words_each, words)
+    return slice(first, min(first + words_each, words))
+
+
+def _padded(planes: Planes, words: int) -> Tensor:
+    """Returns planes with zeros after their end, int64, shape (planes, words)."""
+    if isinstance(planes, Tensor) and planes.shape[1] == words:
+        return planes.contiguous()  # A part of what `_joined` returns isn't.
+    padded = planes[0].new_zeros(len(planes), words)
+    for out, plane in zip(padded, planes, strict=True):
+        out[: plane.numel()] = plane
+    return padded
+
+
+def _joined(shares: Tensor, words: int) -> Tensor:
+    """Returns planes of `words` words from every rank's share, shape (ranks, planes, share)."""
+    # Contiguous before it is flat: reshape() may keep strides that make no view as bytes.
+    return shares.transpose(0, 1).contiguous().flatten(1)[:, :words]

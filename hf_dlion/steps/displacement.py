@@ -1,0 +1,190 @@
+"""The exchange that ends a period of local steps (docs/rule.md, section 9).
+
+w = x - p                    how far this rank was moved; a voter sends it in a few bits
+p = (x - d) * D              d is the mean of what all voters sent; equal on all ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.layout import Layout, Message, Piece
+from hf_dlion.core.lion import move_from_anchor
+from hf_dlion.core.slot import Field, Slot
+from hf_dlion.gpu import form
+from hf_dlion.ranks.compare import checksums, compare_parameters, fingerprints
+from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.stats import WireStats
+from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
+from hf_dlion.ranks.wire import digest
+from hf_dlion.steps.every_step import SAMPLE, in_lockstep
+from hf_dlion.steps.means import set_means
+from hf_dlion.steps.quantized_mean import Mean, Scale, send_and_average
+
+# Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
+# where 2 to 8 bits have a level.
+SCALES = {
+    1: Scale(1, of_largest=False, factor=1.0),
+    2: Scale(2, of_largest=True, factor=4 / 9),
+    4: Scale(4, of_largest=True, factor=0.5),
+    8: Scale(8, of_largest=True, factor=0.5),
+}
+# What a rank gathers as the amount of a parameter whose weights were replaced on it.
+_REPLACED = math.inf
+REMEDY = (
+    "Load or change weights on every rank, right after optimizer.exchange_now() or in `with "
+    "optimizer.common_weights():`, and set max_norm=None in nn.Embedding"
+)
+
+
+def average_displacements(
+    layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
+) -> list[str]:
+    """Moves the parameters by the mean of how far the ranks moved; every rank must call this.
+
+    It returns warnings: a parameter that wasn't finite on this rank abstains.
+
+    Args:
+        layout: The tensors, with local states.
+        counts: How many ranks had a finite gradient of each parameter in the period.
+        context: The context, whose step is the number of this exchange.
+        ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) (P + 1) for amounts and a
+            checksum, 8 (N - 1) more with nodes, those of `ranks.routes`, and of
+            `means.set_means`.
+
+    Raises:
+        Disagreement: On every rank, before a parameter moves, if weights were replaced on one
+            within the period, or the ranks began it with different weights.
+    """
+    voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
+    by_voter, texts = _amounts_by_voter(layout, scale, context, ranks)
+    scale.set_magnitudes(layout.slots, by_voter)
+    for slot, count, *found in zip(layout.slots, counts, *by_voter, strict=True):
+        if not count and not any(found):  # No rank moved it.
+            slot.target = None
+    stats.drift = []
+    source = partial(displacement, context=context)
+    tasks = []
+    for message in layout.messages:
+        move = partial(move_by_mean, message, context, stats)
+        tasks.append(send_and_average(message, scale, source, move, context, ranks))
+    in_lockstep(tasks)
+    # Tensors of `full_precision` are averaged without votes.
+    set_means(layout, Field.DISPLACEMENT, [voters.world_size] * len(layout.slots), voters)
+    stats.lap("exchange_s", layout.device)
+    for piece in (piece for message in layout.full_precision for piece in message.pieces):
+        if piece.has(Field.TARGET):
+            move_from_anchor(piece, piece.read(Field.MEAN, context.scratch), context)
+    for slot in layout.slots:
+        slot.mean = None
+    stats.lap("apply_s", layout.device)
+    return texts
+
+
+def _amounts_by_voter(
+    layout: Layout, scale: Scale, context: StepContext, ranks: Topology
+) -> tuple[list[list[float]], list[str]]:
+    """Returns the amount of each parameter by voter, and warnings of those that aren't finite."""
+    everyone, messages = ranks.everyone, layout.all_messages
+    own = scale.amounts(layout.slots, messages, partial(displacement, context=context), context)
+    texts = []
+    for k, slot in enumerate(layout.slots):
+        if not math.isfinite(own[k]):
+            own[k] = 0.0
+            _forget_move(slot)
+            texts.append(
+                f"the weights of {slot.name!r} were not finite on rank {dist.get_rank()}, which "
+                f"continues with those of the other ranks"
+            )
+        elif _was_replaced(slot, own[k]):
+            own[k] = _REPLACED
+    anchors = {slot.name: slot.local.anchor for slot in layout.slots if slot.local is not None}
+    words = torch.tensor(own, dtype=torch.float64).view(torch.int64).tolist()
+    words.append(digest(checksums([*anchors.values()])))
+    if ranks.node is not None:
+        tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.compensation)]
+        words.append(digest(fingerprints([t for t in tensors if t is not None])))
+    # Of all ranks, so those that hold other shards, or are in other nodes, raise together.
+    table = everyone.gather_words(words, "how far weights were moved")
+    rows = table[:, : len(own)].contiguous().view(torch.float64).tolist()
+    for slot, *by_rank in zip(layout.slots, *rows, strict=True):
+        if those := [rank for rank, amount in enumerate(by_rank) if amount == _REPLACED]:
+            raise Disagreement(
+                f"the weights of {slot.name!r} on {everyone.named(those)} are farther from the "
+                f"last exchange's than steps can have moved them, so something replaced them. "
+                f"{REMEDY}"
+            )
+    hashes = table[:, len(own)].tolist()
+    same_parts = ranks.same_parts or [[*range(everyone.world_size)]]
+    if any([len({hashes[rank] for rank in same}) > 1 for same in same_parts]):
+        compare_parameters(
+            lambda: [*anchors.items()], everyone, ranks.same_parts, REMEDY,
+            when=", with which the last period of local steps began,",
+        )  # fmt: skip
+    if node := ranks.unequal_node(table[:, -1].tolist()):
+        raise Disagreement(
+            f"{everyone.named(node)} vote as one node, but their weights differ: something "
+            f"changed gradients or weights on one of them after DDP averaged the gradients. "
+            f"{SAME_IN_NODE}"
+        )
+    return [rows[everyone.ranks.index(rank)] for rank in ranks.voters.ranks], texts
+
+
+def _forget_move(slot: Slot) -> None:
+    """Puts the anchor into a slot; one that isn't finite itself takes no part on any rank."""
+    if slot.anchor is not None:
+        slot.p.copy_(slot.anchor)
+    if slot.compensation is not None:
+        slot.compensation.zero_()
+    if not slot.p.isfinite().all():
+        slot.target = None
+
+
+def _was_replaced(slot: Slot, amount: float) -> bool:
+    """Returns whether a rank is farther from an anchor than the steps can have moved it.
+
+    Weights that are loaded on some ranks are, unless they are close to the anchor.
+    """
+    if slot.local is None or (x := slot.anchor) is None or not slot.size:
+        return False
+    limit = 2 * slot.local.path  # Rounding can double a move, but not more.
+    if amount <= limit:
+        return False
+    # What many steps can round: units in the last place of x, or of a compensation of 16 bits,
+    # which is at least the smallest number.
+    info = torch.finfo(x.dtype)
+    eps = info.eps if slot.compensation is None else info.eps**2
+    smallest = info.eps * info.smallest_normal
+    return amount > limit + 16 * eps * float(x.abs().max()) + 128 * smallest
+
+
+def displacement(piece: Piece, context: StepContext) -> Tensor:
+    """Returns how far this rank's weights are from the anchor, in scratch memory."""
+    x, p = piece.read(Field.ANCHOR, context.scratch), piece.read(Field.TARGET, context.scratch)
+    w = torch.sub(x, p, out=piece.memory("direction", context.scratch))
+    return w.sub_(piece.read(Field.COMPENSATION, context.scratch)) if piece.is_low else w
+
+
+def move_by_mean(message: Message, context: StepContext, stats: WireStats, mean: Mean) -> None:
+    """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
+    moving = [piece for piece in message.pieces if piece.has(Field.TARGET)]
+    for head in [piece.head(SAMPLE) for piece in moving[:1]]:
+        stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.own(head)))
+    form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)
+
+
+def _drift(w: Tensor, d: Tensor, sent: Tensor) -> Tensor:
+    """Returns sums over the elements that this rank moved, for `WireStats`: float64, shape (4,).
+
+    They are the sums of sign(w) * sign(d), of 1, of |w - sent|, and of |w|.
+    """
+    sign = w.sign()  # 0 in padding and in rows that abstain
+    terms = sign * d.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
+    return torch.stack([term.sum(dtype=torch.float64) for term in terms])

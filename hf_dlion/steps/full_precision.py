@@ -1,0 +1,58 @@
+"""Plain Lion on mean gradients, for parameters that `full_precision` selects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.idle_rows import AGE, survey
+from hf_dlion.core.layout import Layout
+from hf_dlion.core.lion import plain_lion
+from hf_dlion.core.slot import Field, Slot
+from hf_dlion.ranks.compare import fingerprints
+from hf_dlion.ranks.header import Agreed
+from hf_dlion.ranks.wire import Wire, digest
+from hf_dlion.steps.means import average_whole, set_means
+
+
+def step_in_full_precision(
+    layout: Layout, agreed: Agreed, wire: Wire, context: StepContext, *, equal: bool
+) -> None:
+    """Takes plain Lion's step on mean gradients; every voter must call this.
+
+    The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
+    All slots have a momentum. `equal`, the same on every voter, says whether the voters' momenta
+    are known to be equal. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of one
+    message and dtype, as in a ring.
+    """
+    slots = [slot for slot in layout.slots if slot.full_precision]
+    if not equal:
+        _equalize(slots, context.state, wire)
+    set_means(layout, Field.GRAD, agreed.counts, wire)
+    for slot in slots:
+        slot.grad = slot.mean
+        if slot.grad is None:
+            slot.momentum = None
+    # Rows of the mean and one random stream, so momenta stay equal on all voters.
+    survey(slots)
+    context = replace(context, voter=0)
+    context.age_rows(slots)
+    plain_lion(layout.full_precision, context, exact=True)
+    for slot in slots:
+        slot.mean = None
+
+
+def _equalize(slots: Sequence[Slot], state: Mapping[Tensor, dict[str, Any]], wire: Wire) -> None:
+    """Averages momenta over the voters if they differ, for example after a load."""
+    momenta = [slot.momentum for slot in slots if slot.momentum is not None]
+    ages = [age for slot in slots if (age := state[slot.param].get(AGE)) is not None]
+    words = [digest(fingerprints([*momenta, *ages]))]
+    hashes = wire.gather_words(words, "hashes of momenta")
+    if len(set(hashes.view(-1).tolist())) > 1:
+        average_whole(momenta, wire)
+        for slot in slots:
+            state[slot.param].pop(AGE, None)

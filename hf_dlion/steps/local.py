@@ -1,0 +1,262 @@
+r"""Local steps (`vote_every`; docs/rule.md, section 9): a period of own steps ends in an exchange.
+
+    rank 0    x - p - p - p \                         / x - p - ...
+                             x - p, a few bits of each
+    rank 1    x - p - p - p /                         \ x - p - ...       x: equal on all ranks
+
+Between two periods all ranks hold the same weights, in the model, and nothing else differs but
+momenta. A period begins with the first local step, which keeps the weights as the anchor x.
+
+    plain step    a header, votes, and a verdict by which all ranks move alike       step.py
+    local step    no header: p = p - lr * sign(u)                                    step
+    exchange      a header, a local step, then the mean of x - p, and weight decay   displacement.py
+
+After an attach, a load, or a change of what is trained, a local step begins with a header.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.layout import Layout
+from hf_dlion.core.slot import LocalState
+from hf_dlion.gpu import form
+from hf_dlion.options import Groups, hyperparameters
+from hf_dlion.ranks.header import HISTORY, Agreed, Report, agree_in_node
+from hf_dlion.ranks.meeting import Disagreement, Kind
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.ranks.wire import Wire, digest
+from hf_dlion.steps.displacement import average_displacements
+
+# `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
+# the largest number that was tried in more than one period (docs/results.md).
+LOCAL_SHARE, MOST_STEPS = 0.1, 64
+
+
+def vote_every_for(step_s: float, exchange_s: float) -> int:
+    """Returns the smallest power of two k for which an exchange takes at most 10% of k steps.
+
+    It is at most 64. `step_s` is the time of a step without exchange.
+    """
+    steps = exchange_s / (LOCAL_SHARE * step_s)
+    return min(1 << math.ceil(math.log2(max(steps, 1.0))), MOST_STEPS)
+
+
+@dataclass(frozen=True)
+class Period:
+    """The steps since the last exchange, the same on every rank.
+
+    `history` is a hash of every step's lr, betas, and weight decay.
+    """
+
+    steps: int = 0
+    history: int = 0
+
+    def and_a_step(self, groups: Groups) -> Period:
+        """Returns the period with one more step."""
+        return Period(self.steps + 1, digest([self.history, hyperparameters(groups)]))
+
+
+class LocalSteps:
+    """Local steps of `vote_every` above 1, and what a rank keeps in a period.
+
+    Attributes:
+        vote_every: Number of steps k in a period.
+        period: Steps since the last exchange; `next_period` has the step that begins, too.
+        exchanges: Number of exchanges that ended a period.
+        states: What the period keeps, by parameter; empty between two periods. A parameter that is
+            frozen stays there until the next exchange.
+        shown: Whether the model holds the anchors, in `common_weights`.
+    """
+
+    def __init__(self, vote_every: int, states: dict[Tensor, LocalState]) -> None:
+        """Begins before the first period; `states` is empty, and filled here."""
+        self.vote_every, self.states = vote_every, states
+        self._met: Layout | None = None  # The layout with which the ranks have met.
+        self.reset()
+
+    def reset(self, exchanges: int = 0) -> None:
+        """Forgets the period; the model keeps what it holds."""
+        self.period = self.next_period = Period()
+        self.states.clear()
+        self.exchanges, self.shown = exchanges, False
+
+    @property
+    def steps(self) -> int:
+        """Number of steps since the last exchange."""
+        return self.period.steps
+
+    def next_kind(self, layout: Layout) -> Kind:
+        """Returns what all ranks do next: `STEP` at a new layout is a header, then a local step."""
+        if self.period.steps + 1 >= self.vote_every:
+            return Kind.EXCHANGE
+        # `step` notes that they have met, so a voter that is alone takes a plain step every time.
+        return Kind.LOCAL_STEP if layout is self._met else Kind.STEP
+
+    def forget_meeting(self) -> None:
+        """Makes the next step begin with a header."""
+        self._met = None
+
+    def begin_step(self, layout: Layout, groups: Groups) -> None:
+        """Prepares a step.
+
+        Raises:
+            RuntimeError: If the model shows common weights.
+            ValueError: If two parameters share memory.
+        """
+        if self.shown:
+            raise RuntimeError(
+                "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
+                "weights that train: leave the block before you step"
+            )
+        if layout is not self._met:
+            _check_memory(layout)
+        self.next_period = self.period.and_a_step(groups)
+
+    def begin_exchange(self, layout: Layout) -> None:
+        """Prepares an exchange without a step, which puts this rank's weights into the model."""
+        if self.shown:
+            self.hide(layout)
+        self.next_period = self.period
+
+    def drop_gradients(self, report: Report, layout: Layout | None, node: Wire | None) -> None:
+        """Drops gradients that aren't finite, or that another rank of the node doesn't have.
+
+        All ranks do this in every step, exchange, save, and load, before any header, so no rank of
+        a node waits for another that is somewhere else. Ranks that do different things raise what
+        failed, or Disagreement.
+        """
+        present = report.present
+        finite = report.finite and report.failure is None and bool(present)
+        if node is not None:
+            try:
+                finite, present = agree_in_node(node, report.kind, finite, present)
+            except Disagreement as error:
+                raise report.failure or error from None
+        if layout is not None and report.present:
+            layout.abstain(finite, present)
+
+    def moved(self, report: Report, layout: Layout) -> list[bool]:
+        """Returns which tensors have a gradient, in an exchange one in the period."""
+        if report.kind is not Kind.EXCHANGE:
+            return report.present
+        return [
+            slot.grad is not None or (slot.local is not None and slot.local.used)
+            for slot in layout.slots
+        ]
+
+    def equal_values(self, kind: Kind) -> dict[str, object]:
+        """Returns what must be equal on all ranks, by name."""
+        period = self.next_period if kind is Kind.EXCHANGE else self.period
+        return {"exchanges": self.exchanges, "steps since the last exchange": period.steps}
+
+    def equal_history(self, kind: Kind) -> dict[str, object]:
+        """Returns what must have been equal in each step, by name."""
+        period = self.next_period if kind is Kind.EXCHANGE else self.period
+        return {HISTORY: period.history}
+
+    def moves_own_weights(self, kind: Kind, agreed: Agreed, ranks: Topology, steps: int) -> bool:
+        """Returns whether a step after so many others is local: if there are several voters.
+
+        Before the first step that is counted, a rank must have a finite gradient.
+        """
+        if ranks.voters.world_size == 1:
+            return False
+        return kind is not Kind.STEP or any(agreed.counts) or steps > 0
+
+    def step(self, layout: Layout, context: StepContext) -> None:
+        """Takes a step on this rank's gradients, without communication; see `begin_step`.
+
+        The first step of a period keeps anchors. Later, a parameter gets one after a header, which
+        has found equal weights on all ranks.
+        """
+        lrs = [float(group["lr"]) for group in context.groups]
+        shrink = [
+            1 - lr * float(group["weight_decay"])
+            for lr, group in zip(lrs, context.groups, strict=True)
+        ]
+        for slot in layout.slots:
+            if slot.local is None:
+                slot.local = self.states[slot.param] = LocalState.of(slot.part)
+            slot.local.used |= slot.grad is not None
+            slot.local.decay *= shrink[slot.group]
+            slot.local.path += lrs[slot.group]
+            slot.target = None if slot.grad is None else slot.p
+        context.age_rows(layout.slots)
+        form.local_step(layout.all_messages, context)
+        self.period, self._met = self.next_period, layout
+
+    def exchange(
+        self, layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
+    ) -> tuple[int, list[str]]:
+        """Ends the period; every rank must call this. Bytes: see `displacement`.
+
+        `counts` has how many ranks used each parameter. It returns the number of the exchange, 0
+        without a step since the last one, and warnings.
+
+        Raises:
+            Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
+        """
+        if not self.states:
+            self.reset(self.exchanges)
+            return 0, []
+        stats, number = ranks.voters.stats, self.exchanges + 1
+        stats.lap("", layout.device)
+        for slot in layout.slots:
+            slot.target = None if slot.local is None else slot.p
+        # Votes, and the rounding of what moves, depend on the number of the exchange.
+        texts = average_displacements(layout, counts, replace(context, step=number), ranks)
+        stats.exchanges += 1
+        self.reset(number)
+        for slot in layout.slots:
+            slot.local = None
+        return number, texts
+
+    # What the model shows.
+
+    def show(self, layout: Layout) -> None:
+        """Puts the anchors into the model, and keeps this rank's weights."""
+        for slot in layout.slots:
+            if slot.local is not None:
+                slot.local.own = slot.part.clone()
+                slot.part.copy_(slot.local.anchor)
+        self.shown = True
+
+    def hide(self, layout: Layout) -> None:
+        """Puts this rank's weights back, and moves them with what was written into the anchors."""
+        for slot in layout.slots:
+            if (state := slot.local) is None or state.own is None:
+                continue
+            written, own, state.own = slot.part, state.own, None
+            same = written == state.anchor
+            same |= written.isnan() & state.anchor.isnan()  # A NaN differs from itself.
+            wide = torch.promote_types(written.dtype, torch.float32)
+            w = state.anchor.to(wide) - own
+            if state.compensation is not None:
+                w -= state.compensation
+            y = written.to(wide) - w
+            state.anchor.copy_(written)
+            moved = y.to(written.dtype)
+            if state.compensation is not None:
+                left = (y - moved).to(written.dtype)
+                state.compensation.copy_(torch.where(same, state.compensation, left))
+            slot.part.copy_(torch.where(same, own, moved))
+        self.shown = False
+
+
+def _check_memory(layout: Layout) -> None:
+    slots = [slot for slot in layout.slots if slot.size]
+    places = sorted((slot.p.data_ptr(), slot.p.nbytes, slot.name) for slot in slots)
+    for (start, size, name), (other, _, other_name) in pairwise(places):
+        if other < start + size:
+            raise ValueError(
+                f"{name!r} and {other_name!r} share memory, so each would undo the other's local "
+                f"steps: tie them by assigning the same Parameter, or set vote_every=1"
+            )

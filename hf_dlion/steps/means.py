@@ -1,0 +1,61 @@
+"""Means over the voters of whole tensors, by an all-reduce in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.codec import divided
+from hf_dlion.core.layout import Layout
+from hf_dlion.core.slot import Field
+from hf_dlion.ranks.wire import Wire
+
+
+def set_means(layout: Layout, field: Field, counts: Sequence[int], wire: Wire) -> None:
+    """Sets the slots' means: the sum of one of their tensors over the voters, divided by `counts`.
+
+    Every voter must call this. A tensor of None counts as zeros. Means are flat, float64 for
+    float64 parameters, else float32. They are None for slots that don't move.
+    """
+    for slot in layout.slots:
+        if slot.full_precision:
+            slot.mean = None
+            if slot.target is not None:
+                wide = torch.promote_types(slot.dtype, torch.float32)
+                slot.mean = torch.zeros_like(slot.target, dtype=wide)
+                if (tensor := slot.get(field)) is not None:
+                    slot.mean.copy_(tensor)
+    for message in layout.full_precision:
+        stretches: dict[torch.dtype, list[Tensor]] = {}
+        for slot, start, stop, _ in (own for piece in message.pieces for own in piece.stretches):
+            if slot.mean is not None:
+                stretches.setdefault(slot.mean.dtype, []).append(slot.mean[start:stop])
+        for parts in stretches.values():
+            flat = torch.cat(parts)
+            sent = flat.to(wire.device_for(flat.device))
+            wire.all_reduce(sent, "tensors in full precision").wait()
+            flat.copy_(sent)
+            torch._foreach_copy_(parts, list(torch.split(flat, [part.numel() for part in parts])))
+    for slot, count in zip(layout.slots, counts, strict=True):
+        if slot.full_precision and slot.mean is not None:
+            divided(slot.mean, count)
+
+
+def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
+    """Replaces flat momenta by their means over the voters; every voter must call this.
+
+    Bytes per rank: 8 (N - 1) / N per element, 16 (N - 1) / N in float64.
+    """
+    for momentum in momenta:
+        dtype = torch.promote_types(momentum.dtype, torch.float32)
+        total = momentum.to(voters.device_for(momentum.device), dtype, copy=True)
+        voters.all_reduce(total, "momenta").wait()
+        set_without_infs(momentum, divided(total, voters.world_size))
+
+
+def set_without_infs(momentum: Tensor, values: Tensor) -> None:
+    """Copies values without Infs, which would decide the vote forever."""
+    most = torch.finfo(momentum.dtype).max
+    momentum.copy_(values.clamp_(-most, most))

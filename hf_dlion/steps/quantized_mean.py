@@ -1,0 +1,138 @@
+"""The mean over the voters of tensors of which each sends a few bits (docs/rule.md, section 9).
+
+Local steps average how far the ranks moved (`displacement`), and momenta (`momentum_sync`) by it. A
+voter sends the level of each element of w, relative to a magnitude that all voters have agreed on:
+
+    w  ->  levels of this voter  ->  V, the sum over the voters  ->  d = unit * (V / N)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_dlion.core.codec import WORD
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.layout import Message, Piece
+from hf_dlion.core.lion import Source, encode, tensor_maxima, tensor_sums
+from hf_dlion.core.rule import Average
+from hf_dlion.core.slot import Slot
+from hf_dlion.core.votes import Verdict, Votes
+from hf_dlion.ranks.compare import numbers
+from hf_dlion.ranks.routes import verdict_of
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.steps.every_step import Task
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the levels of a tensor are relative to: a magnitude a, the same on all voters.
+
+    Attributes:
+        bits: Bits per element.
+        of_largest: Whether a is a multiple of the largest |w| of all voters, or of the mean of |w|.
+        factor: That multiple.
+    """
+
+    bits: int
+    of_largest: bool
+    factor: float
+
+    def unit(self, slot: Slot) -> float:
+        """Returns the unit of a tensor's levels, of which the largest is 1, 3, 14, or 254."""
+        a = float(slot.magnitude)
+        return {1: a, 2: 0.75 * a, 4: a / 7, 8: a / 127}[self.bits]
+
+    def amounts(
+        self,
+        slots: Sequence[Slot],
+        messages: Sequence[Message],
+        source: Source,
+        context: StepContext,
+    ) -> list[float]:
+        """Returns the largest |w| of each slot on this rank, or the mean of |w|.
+
+        The mean is that of the rows in which w has an element other than zero. An amount is NaN or
+        Inf if an element is. `source` returns w.
+        """
+        if self.of_largest:
+            return numbers(tensor_maxima(slots, messages, source))
+        sums, counts = map(numbers, tensor_sums(slots, messages, source, context))
+        return [total / count for total, count in zip(sums, counts, strict=True)]
+
+    def set_magnitudes(self, slots: Sequence[Slot], by_voter: Iterable[Sequence[float]]) -> None:
+        """Sets each slot's magnitude to a, from the `amounts` of each voter.
+
+        The mean over voters leaves out those whose amount is 0, which abstain.
+        """
+        for slot, amounts in zip(slots, zip(*by_voter, strict=True), strict=True):
+            positive = [amount for amount in amounts if amount > 0.0]
+            if self.of_largest:
+                amount = max(positive, default=0.0)
+            else:
+                amount = math.fsum(positive) / max(len(positive), 1)
+            slot.magnitude = self.factor * amount
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What the voters sent of a message, equal on all of them but for `votes`, this voter's."""
+
+    votes: Votes
+    verdict: Verdict
+    rule: Average
+    scale: Scale
+    context: StepContext
+
+    def of(self, piece: Piece) -> Tensor:
+        """Returns d of a piece, in scratch memory."""
+        out, rows = piece.memory("mean", self.context.scratch), self.votes.rows
+        active = None
+        if self.verdict.active is not None:
+            active = rows.by_word(self.verdict.active, piece.words)
+        return self._decoded(piece, self.rule, self.verdict.planes, active, out)
+
+    def own(self, piece: Piece) -> Tensor:
+        """Returns unit * q of a piece, which this voter sent, in scratch memory."""
+        out, voted = piece.memory("own votes", self.context.scratch), self.votes.active
+        active = self.votes.rows.by_word(voted.to(piece.device, torch.int64), piece.words)
+        # The mean of one voter's levels are the levels.
+        return self._decoded(piece, Average(1, self.scale.bits), self.votes.planes, active, out)
+
+    def _decoded(
+        self, piece: Piece, rule: Average, planes: Iterable[Tensor], active: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:  # fmt: skip
+        units = [self.scale.unit(stretch.slot) for stretch in piece.stretches]
+        # A single tensor's unit goes into `decode`, which saves a pass.
+        unit = units[0] if len(units) == 1 else 1.0
+        rule.decode([plane[piece.words] for plane in planes], active, unit, out)
+        if len(units) > 1:
+            out.view(-1, WORD).mul_(piece.by_word(units, out).view(-1, 1))
+        return out
+
+
+def send_and_average(
+    message: Message,
+    scale: Scale,
+    source: Source,
+    move: Callable[[Mean], None],
+    context: StepContext,
+    ranks: Topology,
+) -> Task:
+    """Sends what `source` returns of a message's pieces, and calls `move` with the mean.
+
+    Slots have magnitudes. Every voter must do this. It is suspended while data travel.
+    """
+    stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
+    votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
+    stats.lap("encode_s", message.device)
+    route, phase = context.options.exchange, context.phase
+    verdict = yield from verdict_of(votes, route, ranks.voters, ranks.node, rule, phase)
+    stats.lap("exchange_s", message.device)
+    move(Mean(votes, verdict, rule, scale, context))
+    stats.lap("apply_s", message.device)

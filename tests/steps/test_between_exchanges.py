@@ -1,0 +1,663 @@
+"""What may happen within a period of local steps, between two, and what is refused on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dlion.checkpoint import load_momentum, save_momentum
+from hf_dlion.core.slot import LocalState
+from hf_dlion.optimizer import DistributedLion
+from hf_dlion.ranks.meeting import Disagreement
+from tests.support.spawn import on_ranks
+from tests.support.steps import (
+    attached,
+    backward,
+    copies,
+    give_gradients,
+    plain,
+    single,
+    take_step,
+)
+from tests.support.training import (
+    batch,
+    error_of,
+    everyones,
+    filled,
+    gathered,
+    is_equal_everywhere,
+    same,
+    warned,
+)
+
+Change = Callable[[nn.Linear, DistributedLion], Any]
+
+
+def on_last(change: Change) -> Change:
+    return lambda model, optimizer: change(model, optimizer) if dist.get_rank() == 1 else None
+
+
+def replace(model: nn.Linear, _: DistributedLion) -> None:
+    model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
+
+
+def thaw_and_replace(model: nn.Linear, optimizer: DistributedLion) -> None:
+    model.bias.requires_grad_(True)
+    on_last(replace)(model, optimizer)
+
+
+@torch.no_grad()
+def shrink(model: nn.Linear, _: DistributedLion) -> None:
+    model.weight.clamp_(max=0.0)
+
+
+def give_nan(model: nn.Linear, optimizer: DistributedLion) -> None:
+    def spoil(*_: Any) -> None:
+        model.weight.grad.fill_(torch.nan)
+
+    optimizer.register_step_pre_hook(spoil)
+
+
+def look(model: nn.Linear, optimizer: DistributedLion) -> None:
+    model.look = optimizer.common_weights()
+    model.look.__enter__()
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+REPLACED = "7 Disagreement: the weights of 'weight' on rank 1 are farther from"
+# The dtype, what changes before which step, and with their steps the error of rank 1 and, if it is
+# another, that of rank 0.
+CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
+    "lr": (
+        F32, 1, on_last(lambda _, optimizer: optimizer.param_groups[0].update(lr=0.02)),
+        "3 Disagreement: ranks differ in lr, betas, or weight decay of a step since the last "
+        "exchange, not in those of now. Give groups the same values",
+        "",
+    ),
+    "NaN": (
+        F32, 0, on_last(give_nan),
+        "3 RuntimeError: gradients of rank 1 held a NaN or an Inf",
+        "3 Disagreement: exchange failed",
+    ),
+    "replaced": (F32, 5, on_last(replace), REPLACED, ""),
+    "replaced in 16 bits": (BF16, 5, on_last(replace), REPLACED, ""),
+    "replaced on all ranks": (BF16, 5, replace, REPLACED.replace("rank 1", "ranks 0 and 1"), ""),
+    "pruned": (BF16, 7, on_last(shrink), REPLACED, ""),
+    "replaced when a layout is new": (
+        BF16, 5, thaw_and_replace,
+        "5 Disagreement: replicas differ in 1 of 2 parameters, first in 'bias'", "",
+    ),
+    "common weights": (
+        F32, 3, on_last(look),
+        "3 RuntimeError: step() in `with optimizer.common_weights():`",
+        "3 Disagreement: exchange failed",
+    ),
+    "closure": (
+        F32, 3, on_last(lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
+        "3 ZeroDivisionError: division by zero",
+        "3 Disagreement: exchange failed on 1",
+    ),
+    "exchange_now": (
+        F32, 2, on_last(lambda _, optimizer: optimizer.exchange_now()),
+        "2 Disagreement: ranks are at different steps",
+        "3 Disagreement: ranks are at",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@on_ranks(2)
+def test_all_ranks_raise_if_something_is_wrong_on_one(rank: int, what: str) -> None:
+    """Steps with vote_every=4 until something raises."""
+    dtype, when, change, own, others = CHANGES[what]
+    model, optimizer = plain(nn.Linear(64, 3, dtype=dtype), vote_every=4, max_abstained_steps=2)
+    model.bias.requires_grad_(False)
+
+    def step(number: int) -> None:
+        give_gradients(model.parameters(), rank, number)
+        optimizer.param_groups[0]["lr"] = 0.01
+        if number == when:
+            change(model, optimizer)
+        optimizer.step()
+
+    said = (f"{number} {error}" for number in range(12) if (error := error_of(step, number)))
+    first = next(said)
+    assert first.startswith(own if rank == 1 else others or own), first
+
+
+@on_ranks(2)
+def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) -> None:
+    params = [nn.Parameter(torch.randn(2, 64)) for _ in range(3)]
+    optimizer = DistributedLion(
+        [(str(k), p) for k, p in enumerate(params)], lr=0.01, vote_every=3, check_replicas_every=1
+    )
+    with warned() as texts:
+        for step in range(11):
+            if step == 4:
+                params[0].requires_grad_(False)
+                params.append(nn.Parameter(torch.ones(5)))
+                optimizer.add_param_group(
+                    {"params": [("new", params[3])], "lr": 0.1, "weight_decay": 0.5}
+                )
+            give_gradients(params, rank, step)
+            if step >= 4:
+                params[3].grad = torch.zeros(5)
+            if step == 7 and rank == 1:
+                with torch.no_grad():
+                    params[1].fill_(torch.inf)
+            optimizer.step()
+            # Frozen in the second period, in whose exchange it takes part.
+            assert (params[0] in optimizer.params.local_states) == (step in (0, 1, 3, 4))
+            if step >= 5:
+                assert is_equal_everywhere(params[0])
+    optimizer.exchange_now()
+    for p in params:
+        assert bool(p.isfinite().all())
+        assert is_equal_everywhere(p)
+    # Seven steps with the decay of its group, in three exchanges.
+    torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
+    assert not optimizer.params.local_states
+    assert len(texts) == rank
+    assert all("the weights of '1' were not finite on rank 1" in text for text in texts)
+
+
+@on_ranks(2)
+def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_path: Path) -> None:
+    """Freezes a model around an evaluation and a save, as with a GAN's discriminator."""
+    results = []
+    for freezes in (False, True):
+        model, optimizer = plain(vote_every=4)
+        for step in range(7):
+            take_step(optimizer, model, batch(step, rank))
+            model.requires_grad_(not freezes)
+            if step == 1:
+                save_momentum(optimizer, tmp_path)
+            if rank == 0:  # It is local to the rank.
+                with optimizer.common_weights():
+                    pass
+            if step < 6:
+                model.requires_grad_(True)
+        optimizer.exchange_now()
+        results.append(copies(model.parameters()))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_change_on_all_ranks_before_a_rank_uses_a_parameter_is_a_move(
+    rank: int, dtype: torch.dtype
+) -> None:
+    """The rank has an anchor from the first step on, as the others do."""
+    param, optimizer = single(dtype=dtype, vote_every=4)
+    other = filled(1.0, dtype)
+    optimizer.add_param_group({"params": [("other", other)]})
+    for step in range(8):
+        other.grad = None if rank == 1 and step < 2 else torch.ones_like(other)
+        optimizer.step()
+        with torch.no_grad():
+            other.data.mul_(0.99)
+    optimizer.exchange_now()
+    assert is_equal_everywhere(param)
+    assert is_equal_everywhere(other)
+
+
+@on_ranks(2)
+def test_tensors_of_one_shape_can_be_trained_in_turns() -> None:
+    """Trains two tensors of one shape in turns, as some low-memory recipes do."""
+    params = [nn.Parameter(torch.randn(2, 64)) for _ in range(2)]
+    optimizer = DistributedLion(params, lr=0.01, vote_every=3, check_replicas_every=1)
+    starts = copies(params)
+    for step in range(12):
+        trained, frozen = params if step % 4 < 2 else params[::-1]
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        # A gradient that was left from earlier steps doesn't move a frozen tensor.
+        trained.grad, before = torch.ones(2, 64), frozen.detach().clone()
+        optimizer.step()
+        if step % 3 < 2:
+            assert torch.equal(frozen, before)
+    for p, start in zip(params, starts, strict=True):
+        assert is_equal_everywhere(p)
+        # Six steps each, all down on all ranks.
+        torch.testing.assert_close(p.detach(), start - 0.06)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_for_an_exchange_only_goes_on(
+    rank: int, dtype: torch.dtype
+) -> None:
+    param, optimizer = single(dtype=dtype, vote_every=2)
+    optimizer.add_param_group({"params": [("other", filled(1.0, dtype))]})
+    for step in range(6):
+        param.requires_grad_(step != 1)
+        give_gradients([param], step, rank)
+        optimizer.step()
+        if step == 1:
+            before = param.detach().clone()
+    assert is_equal_everywhere(param)
+    assert bool((param != before).any())
+
+
+@on_ranks(2)
+def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
+    """Calls `attach`, `detach`, and `step` after local steps."""
+    model, optimizer = plain(vote_every=3)
+    step = functools.partial(take_step, optimizer, model, batch(0, rank))
+    step()
+    with (
+        pytest.raises(RuntimeError, match=r"^step\(\) in `with optimizer\.common_weights"),
+        optimizer.common_weights(),
+    ):
+        step()
+    ddp = DistributedDataParallel(model)  # gives rank 1 the own weights of rank 0
+    with pytest.raises(RuntimeError, match=r"got another DDP wrapper between two exchanges"):
+        optimizer.attach(ddp)
+    optimizer.detach()
+    model[0].weight.data[0, 0] = rank
+    with pytest.raises(Disagreement, match=r"parameters, first in '0\.weight'"):
+        step()
+
+
+@on_ranks(4)
+def test_all_ranks_raise_if_weights_were_replaced_in_a_node(rank: int) -> None:
+    """Steps on NaN gradients first, and later replaces the weights of rank 2."""
+    ddp, optimizer = attached(local_group=2, vote_every=3)
+    for step in range(6):
+        backward(ddp, batch(step, rank) * (torch.nan if step == 0 else 1.0))
+        if step == 5 and rank == 2:
+            ddp.module[0].weight.data.add_(1.0)
+        optimizer.step()
+    with pytest.raises(Disagreement, match=r"^the weights of 'module\.0\.weight' on rank 2 are f"):
+        take_step(optimizer, ddp, batch(6, rank))
+    optimizer.detach()
+
+
+def errors_in_a_node(rank: int, act: Callable[[DistributedLion], Any]) -> list[str]:
+    """Returns each rank's error in `act` or in the step after it, a local one of two nodes."""
+    ddp, optimizer = attached(local_group=2, vote_every=9)
+    for step in range(2):
+        take_step(optimizer, ddp, batch(step, rank))
+    backward(ddp, batch(2, rank))
+    said = error_of(act, optimizer) or error_of(optimizer.step)
+    optimizer.detach()
+    return gathered(said)
+
+
+def reload(optimizer: DistributedLion) -> None:
+    """Loads a state, after which a step begins with headers."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("does", ["exchanges", "saves", "steps"])
+@on_ranks(4)
+def test_a_rank_of_a_node_that_leaves_a_local_step_does_not_hang_the_node(
+    rank: int, tmp_path: Path, does: str
+) -> None:
+    acts = {
+        "exchanges": DistributedLion.exchange_now,
+        "saves": lambda optimizer: save_momentum(optimizer, tmp_path),
+        "steps": reload,
+    }
+    first, second, *others = errors_in_a_node(rank, acts[does] if rank == 1 else lambda _: None)
+    assert f"rank 1 {does} while rank 0 takes a local step" in first
+    assert second == first
+    assert others == ["", ""]
+
+
+@on_ranks(4)
+def test_a_load_that_fails_in_a_node_fails_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    failure = OSError("no file") if rank == 1 else None
+
+    def load(optimizer: DistributedLion) -> None:
+        if failure is None:
+            reload(optimizer)
+        load_momentum(optimizer, tmp_path, failure=failure)
+
+    said = errors_in_a_node(rank, load)
+    assert said.pop(1) == "OSError: no file"
+    assert all("load failed on 1 of 4 ranks: rank 1: OSError: no file" in other for other in said)
+
+
+@pytest.mark.parametrize("every", [2, 9])
+@on_ranks(2)
+def test_a_step_that_fails_in_its_plan_raises_on_all_ranks(rank: int, every: int) -> None:
+    """Raises in a new plan on rank 1, in an exchange or in a local step."""
+
+    def select(name: str, param: torch.Tensor) -> bool:
+        if rank == 1 and name == "b":
+            raise KeyError("in a selection")
+        return False
+
+    optimizer = DistributedLion([("a", filled(1.0))], vote_every=every, full_precision=select)
+    optimizer.step()
+    optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(5)))]})
+    said = error_of(optimizer.step)
+    assert said.startswith("KeyError" if rank == 1 else "Disagreement: ")
+    assert said.endswith("KeyError: 'in a selection'")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@on_ranks(2)
+def test_a_look_at_common_weights_changes_nothing(rank: int, dtype: torch.dtype) -> None:
+    """Looks on rank 0 alone, also while parameters are frozen, and nested; twice with a NaN."""
+    ends = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3, 64).to(dtype)) for _ in range(3)]
+        optimizer = DistributedLion([(str(k), p) for k, p in enumerate(params)], vote_every=4)
+        start = copies(params)
+        for step in range(7):
+            give_gradients(params, rank, step)
+            if step == 2 and rank == 1:
+                params[2].data[0, 0] = math.nan
+            with warned():
+                optimizer.step()
+            if looks and rank == 0:
+                params[0].requires_grad_(False)
+                with optimizer.common_weights(), optimizer.common_weights():
+                    assert step > 2 or same(params, start)
+                    assert step < 3 or not same(params, start)
+                params[0].requires_grad_(True)
+        ends.append(copies(params))
+        optimizer.exchange_now()
+        assert all(map(is_equal_everywhere, params))
+        before = copies(params)
+        with optimizer.common_weights():
+            assert same(params, before)
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_writes_into_common_weights_reach_the_weights_that_train(
+    rank: int, dtype: torch.dtype
+) -> None:
+    """Writes as a callback may, through `.data`, where one parameter is broken."""
+    param, broken = filled(1.0, dtype), filled(math.nan, dtype)
+    optimizer = DistributedLion([("w", param), ("broken", broken)], lr=2**-7, vote_every=9)
+    param.grad *= (-1) ** rank
+    optimizer.step()
+    moved = (-1) ** rank * 2**-7
+    with optimizer.common_weights():
+        param.data[:64] = 0.5
+    assert bool((param[:64] == 0.5 - moved).all())
+    assert bool((param[64:] == 1.0 - moved).all())
+    optimizer.step()
+    with optimizer.common_weights():
+        param.data.clamp_(max=0.25)
+    with warned():
+        optimizer.exchange_now()
+    # The ranks have moved in opposite directions, so their mean stays.
+    assert bool((param == 0.25).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@on_ranks(2)
+def test_a_write_within_a_period_counts_as_a_move(rank: int, dtype: torch.dtype) -> None:
+    """Clamps and rewrites weights, as a loop of a user may after each step."""
+    param, optimizer = single(dtype=dtype, vote_every=4, bits=8)
+    for step in range(3):
+        param.grad = torch.full_like(param, -1.0 if rank else 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            param.clamp_(max=1.0)
+            if step == 1:
+                param.data.add_(0.0)
+    # Rank 1 went up by 0.03, which its clamp undid.
+    assert bool((param == 1.0).all()) == (rank == 1)
+    optimizer.exchange_now()
+    assert is_equal_everywhere(param)
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        param.detach().float().mean(), torch.tensor(0.985), atol=tolerance, rtol=0
+    )
+
+
+@on_ranks(2)
+def test_what_is_written_between_periods_counts(rank: int) -> None:
+    """Clamps, resets, loads, and prunes after an exchange, as with any optimizer."""
+    model, optimizer = plain(vote_every=3, check_replicas_every=1)
+    for step in range(9):
+        take_step(optimizer, model, batch(step, rank))
+        if step % 3 == 2:
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.05, 0.05)
+                model[2].weight.zero_()
+            model[3].load_state_dict({name: p + 1 for name, p in model[3].state_dict().items()})
+            written = copies(model.parameters())
+            with optimizer.common_weights():
+                assert same([*model.parameters()], written)
+    assert all(map(is_equal_everywhere, model.parameters()))
+    assert float(model[0].weight.detach().abs().max()) <= 0.0500001
+    assert not model[2].weight.any()
+
+
+@on_ranks(3)
+def test_weights_written_on_one_rank_between_periods_are_named(rank: int) -> None:
+    """A period would begin with different weights, and ranks would differ forever."""
+    model, optimizer = plain(vote_every=2)
+    for step in range(4):
+        if step == 2 and rank == 1:
+            model[2].weight.data[3, 3] += 1e-3
+        give_gradients(model.parameters(), rank, step)
+        if step < 3:
+            optimizer.step()
+    with pytest.raises(
+        Disagreement, match=r"began, in 1 of 6 parameters, first in '2\.weight': rank 1"
+    ):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_weights_loaded_in_a_period_without_gradients_are_refused(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    for step in range(5):  # The second period has begun.
+        if step == 4:
+            param.grad.fill_(math.nan)
+        optimizer.step()
+    with torch.no_grad():
+        param.fill_(5.0)
+    with pytest.raises(Disagreement, match="on ranks 0 and 1 are farther from the last exchange"):
+        optimizer.exchange_now()
+    assert bool((param == 5.0).all())
+
+
+@on_ranks(2)
+def test_a_reordered_group_keeps_its_period(rank: int) -> None:
+    """Reverses a group, and moves a parameter to another one, as some loops do."""
+    params = [filled(1.0) for _ in range(3)]
+    groups = [{"params": params[:2], "weight_decay": 10.0}, {"params": params[2:]}]
+    optimizer = DistributedLion(groups, lr=0.01, vote_every=4, bits=8)
+    for step in range(4):
+        if step == 2:
+            optimizer.param_groups[0]["params"].reverse()
+            optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    # Two steps with decay for the one that moved, four for the one that stayed.
+    for p, decay in zip(params, (0.9**2, 0.9**4, 1.0), strict=True):
+        torch.testing.assert_close(p.detach(), torch.full_like(p, (1 - 0.04) * decay))
+
+
+@on_ranks(2)
+def test_abstentions_are_counted_if_exchanges_come_early(rank: int) -> None:
+    param, optimizer = single(vote_every=32, max_abstained_steps=5)
+    said = []
+    for _ in range(12):
+        param.grad = torch.full_like(param, math.nan if rank else 1.0)
+        optimizer.step()
+        said.append(error_of(optimizer.exchange_now))
+    number = next(number for number, text in enumerate(said) if text)
+    assert number in (4, 5)
+    assert "5 steps in a row" in said[number]
+
+
+def test_a_group_destroyed_within_a_period_is_refused() -> None:
+    param = filled(1.0)
+    optimizer = DistributedLion([param], vote_every=4)
+    optimizer.params.local_states[param] = LocalState.of(param.detach())
+    with pytest.raises(RuntimeError, match="destroyed within a period of local steps"):
+        optimizer.exchange_now()
+
+
+@pytest.mark.parametrize("change", ["strides", "dtype", "deepcopy"])
+@on_ranks(2)
+def test_a_parameter_may_get_another_memory_layout_within_a_period(rank: int, change: str) -> None:
+    """A period goes on with another memory format or dtype, as momenta do."""
+    model, optimizer = plain(nn.Conv2d(3, 4, 3), vote_every=4)
+    for step in range(8):
+        give_gradients(model.parameters(), rank, step)
+        if step == 2 and change == "strides":
+            model.to(memory_format=torch.channels_last)
+        elif step == 2 and change == "dtype":
+            model.bfloat16()
+            for p in model.parameters():
+                p.grad = p.grad.bfloat16()
+        elif step == 2:
+            copy.deepcopy((model, optimizer))
+        optimizer.step()
+        if step == 2:
+            with optimizer.common_weights():
+                assert all(map(is_equal_everywhere, model.parameters()))
+        if step % 4 == 3:
+            assert all(map(is_equal_everywhere, model.parameters()))
+
+
+@on_ranks(2)
+def test_a_parameter_resized_within_a_period_is_named(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    optimizer.step()
+    param.data = torch.ones(64)
+    param.grad = torch.ones(64)
+    with pytest.raises(
+        RuntimeError, match=r"^'w' had shape \(128,\) in the last local step, and has"
+    ):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    param.grad *= (-1) ** rank
+    optimizer.step()
+    assert bool((param != 1.0).all())
+    optimizer.detach()
+    assert bool((param == 1.0).all())
+    optimizer.step()
+    assert optimizer.local.steps == 1
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_on_one_rank_between_exchanges_is_named(rank: int) -> None:
+    params = [filled(1.0), filled(2.0)]
+    sync = {"momentum_sync_every": 1}
+    optimizer = DistributedLion([("a", params[0]), ("b", params[1])], vote_every=2, **sync)
+    optimizer.step()
+    params[1].requires_grad_(rank == 0)
+    text = r"first in 'frozen parameters': rank 0: \[\], rank 1: \['b'\]"
+    with pytest.raises(Disagreement, match=text):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_replicas_are_compared_if_empty_exchanges_come_between(rank: int) -> None:
+    """Calls `exchange_now` before an evaluation that follows an exchange."""
+    param, optimizer = single(vote_every=2, check_replicas_every=2)
+    sent = []
+    for _ in range(8):
+        optimizer.exchange_now()
+        for _ in range(2):
+            param.grad = torch.full_like(param, (-1.0) ** rank)
+            before = optimizer.wire.bytes_sent
+            optimizer.step()
+        sent.append(optimizer.wire.bytes_sent - before)
+    assert sent[2::2] == [sent[2]] * 3
+    assert sent[1::2] == [sent[2] + 24] * 4
+
+
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_may_exchange(rank: int) -> None:
+    param, optimizer = single(vote_every=2)
+    param.grad *= (-1) ** rank
+    optimizer.step()
+    with torch.inference_mode():
+        optimizer.synchronize_momentum()
+        with optimizer.common_weights():
+            optimizer.exchange_now()  # Ends the period; there is nothing to put back.
+        assert is_equal_everywhere(param)
+    param.grad = torch.ones_like(param)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.wire.exchanges == 2
+    assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
+
+
+@pytest.mark.parametrize(("vote_every", "raises"), [(2, 3), (6, 5)])
+@on_ranks(2)
+def test_local_steps_go_on_after_the_error_about_abstentions(
+    rank: int, vote_every: int, raises: int
+) -> None:
+    param, optimizer = single(vote_every=vote_every, max_abstained_steps=3)
+    raised = []
+    for number in range(12):
+        is_nan = rank and (number < 3 or (vote_every == 6 and number == 4))
+        param.grad = torch.full_like(param, math.nan if is_nan else 1.0)
+        raised.append("in 3 steps in a row" in error_of(optimizer.step))
+    assert raised == [number == raises for number in range(12)]
+
+
+@on_ranks(2)
+def test_no_rank_raises_alone_if_all_abstain_from_a_step_with_a_header(rank: int) -> None:
+    param, optimizer = single(vote_every=8, max_abstained_steps=2)
+    raised = []
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(64)))]})
+        param.grad = torch.full_like(param, math.nan if number == 2 or number == 1 - rank else 1.0)
+        raised.append(error_of(optimizer.step) != "")
+    assert len(set(map(tuple, gathered(raised)))) == 1
+
+
+@on_ranks(2)
+def test_a_group_keeps_its_decay_if_one_before_it_is_removed(rank: int) -> None:
+    params = [filled(1.0) for _ in range(3)]
+    groups = [{"params": [p], "weight_decay": 10.0 * (k == 0)} for k, p in enumerate(params)]
+    optimizer = DistributedLion(groups, lr=0.01, vote_every=3, bits=8)
+    for removed in (0, 2):
+        give_gradients(params, rank, removed)
+        optimizer.step()
+        if removed == 0:
+            optimizer.param_groups.pop(0)
+            optimizer.add_param_group({"params": params[0], "weight_decay": 10.0})
+    means = [torch.stack(everyones(p)).mean(dim=0) for p in params]
+    optimizer.exchange_now()
+    # The first one decayed in both steps, since it was added again at once.
+    for p, mean, decay in zip(params, means, (0.81, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(p.detach(), mean * decay, atol=1e-3, rtol=0.0)
+
+
+@on_ranks(2)
+def test_a_group_can_be_removed_between_exchanges(rank: int, tmp_path: Path) -> None:
+    params = [nn.Parameter(torch.ones(64)) for _ in range(3)]
+    optimizer = DistributedLion([{"params": [p]} for p in params], lr=0.01, vote_every=3)
+    give_gradients(params[:2], rank, 0)
+    optimizer.step()
+    for _ in range(2):
+        optimizer.param_groups.pop()  # First one without gradients.
+        save_momentum(optimizer, tmp_path)
+    give_gradients(params[:1], rank, 1)
+    for _ in range(4):
+        optimizer.step()
+    assert optimizer.wire.exchanges == 2  # The first one was that of a save.

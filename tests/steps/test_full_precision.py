@@ -1,0 +1,70 @@
+"""Parameters whose gradients are averaged (`full_precision`), on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_dlion.core import layout
+from tests.support.local_definition import lions_of
+from tests.support.spawn import on_ranks
+from tests.support.steps import copies, drawn, give_gradients, plain
+from tests.support.training import error_of, is_equal_everywhere
+
+
+@pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
+@on_ranks(2)
+def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) -> None:
+    """Compares with plain Lion on the mean over the ranks that have a gradient."""
+    layout.PIECE["cpu"], layout.MESSAGE["cpu"], layout.MESSAGES = 1 << 7, 1 << 8, 1 << 20
+    model, optimizer = plain(
+        weight_decay=0.1,
+        full_precision=selection or (lambda name, param: name.endswith("bias")),
+    )
+    start = copies(model.parameters())
+    alone = lions_of(start, 1, 1)
+    for step in range(5):
+        every = [[drawn(p.shape, step, r, k) for k, p in enumerate(start)] for r in range(2)]
+        for k, p in enumerate(model.parameters()):
+            # One bias has no gradient on rank 1 in a step, and on no rank in the next.
+            missing = k == 1 and (step == 3 or (step == 2 and rank == 1))
+            p.grad = None if missing else every[rank][k].clone()
+        means = [sum(own) / 2 for own in zip(*every, strict=True)]
+        if step == 3:
+            means[1] = None
+        if step == 2:
+            means[1] = every[0][1]
+        alone.step([means])
+        optimizer.step()
+        for (name, p), own in zip(model.named_parameters(), alone.params, strict=True):
+            if selection == "*" or name.endswith("bias"):
+                assert torch.equal(p, own), (step, name)
+    if selection == "*":  # Each element is sent once, also those of tensors in several messages.
+        elements, messages = sum(p.numel() for p in start), len(optimizer.params.layout({}).full)
+        assert messages > len(start)
+        assert 0 <= optimizer.wire.last_bytes_sent - 64 - 4 * elements < 8 * messages
+
+
+@on_ranks(2)
+def test_momenta_stay_equal_after_a_rank_froze_another_parameter(rank: int) -> None:
+    model, optimizer = plain(full_precision="*bias")
+    for step in range(4):
+        if step in (1, 2):
+            model[0].weight.requires_grad_(rank == 0 or step == 2)
+        give_gradients(model.parameters(), rank, step)
+        assert error_of(optimizer.step).partition(":")[0] == "Disagreement" * (step == 1)
+    assert is_equal_everywhere(optimizer.state[model[0].bias]["exp_avg"])
+
+
+@on_ranks(2)
+def test_momenta_are_averaged_if_a_parameter_is_selected_later(rank: int) -> None:
+    chosen = ["0.bias"]
+    model, optimizer = plain(full_precision=lambda name, _: name in chosen)
+    for step in range(4):
+        if step == 2:
+            chosen.append("0.weight")
+            model[2].weight.requires_grad_(False)  # A new layout, which asks the function again.
+        give_gradients(model.parameters(), rank, step)
+        optimizer.step()
+        is_equal = is_equal_everywhere(optimizer.state[model[0].weight]["exp_avg"])
+        assert is_equal == (step >= 2)
