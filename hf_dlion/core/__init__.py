@@ -1,1 +1,1 @@
-"""Lion on messages: codec, layout, update, local steps, averaged gradients and momenta."""
+"""The arithmetic of a step, on tensors of this rank alone."""

@@ -1,1 +1,1 @@
-"""Routes of votes and verdicts between ranks, and the collectives that carry them."""
+"""All that is Triton: kernels, their tables, and which messages they take."""

@@ -1,1 +1,1 @@
-"""What ranks agree on before they move, and which of them vote."""
+"""All that travels between ranks: collectives, headers, votes, and comparisons."""

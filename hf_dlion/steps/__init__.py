@@ -1,1 +1,1 @@
-"""Routes of votes and verdicts between ranks, and the collectives that carry them."""
+"""What a step does when all ranks have agreed: votes, local steps, and means."""

@@ -16,10 +16,10 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.steps.means import average_whole
 from hf_dlion.steps.momentum_sync import (
     Momentum,
     average_momenta,
-    average_whole,
     measure,
     slice_of,
     synchronize,
