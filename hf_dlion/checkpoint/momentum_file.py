@@ -82,6 +82,44 @@ class Header:
     divergences: dict[int, float]
     local: dict[str, Any] | None
 
+    @classmethod
+    def of(cls, lion: DistributedLion, save: str, at: Position, scaler: Any) -> Header:
+        """Returns the header of a file that a rank writes now."""
+        states = [lion.state.get(param, {}) for param in numbered(lion.param_groups)]
+        local = None
+        if lion.local is not None:
+            local = {"exchanges": lion.local.exchanges, "weights": _hash_of_weights(lion)}
+        return cls(
+            save=save,
+            step=lion.steps,
+            rank=at.rank,
+            world_size=at.world_size,
+            voters=at.voters,
+            shard=_shard(lion),
+            scaler=None if scaler is None else dict(scaler),
+            divergences={
+                k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
+            },
+            local=local,
+        )
+
+    def to_json(self) -> str:
+        """Returns the text that a file holds."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Header:
+        """Returns the header that `to_json` wrote.
+
+        Raises:
+            ValueError: If the text isn't one; or AttributeError, KeyError, or TypeError.
+        """
+        values = json.loads(text)
+        values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
+        header = cls(**values)
+        _ = header.exchanges, header.left_out
+        return header
+
     @property
     def exchanges(self) -> int:
         """Number of exchanges of local steps."""
@@ -119,24 +157,10 @@ def files_in(folder: Path, name: str) -> list[tuple[int, int]]:
 
 def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: Any) -> None:
     """Writes a rank's file, which is complete after a crash or has a temporary name."""
-    params = numbered(lion.param_groups)
-    states = [lion.state.get(param, {}) for param in params]
-    divergences = {
-        k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
-    }
-    header = Header(
-        save=save,
-        step=lion.steps,
-        rank=at.rank,
-        world_size=at.world_size,
-        voters=at.voters,
-        shard=_shard(lion),
-        scaler=None if scaler is None else dict(scaler),
-        divergences=divergences,
-        local=_local(lion),
-    )
+    header = Header.of(lion, save, at, scaler)
     kept: dict[str, Tensor] = {}
-    for number, state in enumerate(states):
+    for number, param in enumerate(numbered(lion.param_groups)):
+        state = lion.state.get(param, {})
         if "exp_avg" in state:
             kept[str(number)] = fsdp.local_part(state["exp_avg"].detach())
         if AGE in state:
@@ -145,7 +169,7 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         tensors = {key: tensor.cpu().contiguous() for key, tensor in kept.items()}
-        save_file(tensors, temporary, {_HEADER: json.dumps(asdict(header))})
+        save_file(tensors, temporary, {_HEADER: header.to_json()})
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -248,12 +272,6 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
     return loaded
 
 
-def _local(lion: DistributedLion) -> dict[str, Any] | None:
-    if lion.local is None:
-        return None
-    return {"exchanges": lion.local.exchanges, "weights": _hash_of_weights(lion)}
-
-
 def _hash_of_weights(lion: DistributedLion) -> int:
     params = numbered(lion.param_groups)
     return digest(fingerprints([fsdp.local_part(param.detach()) for param in params]))
@@ -261,10 +279,7 @@ def _hash_of_weights(lion: DistributedLion) -> int:
 
 def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
     try:
-        values = json.loads((metadata or {})[_HEADER])
-        values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
-        header = Header(**values)
-        _ = header.exchanges, header.left_out
+        header = Header.from_json((metadata or {})[_HEADER])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a momentum file that this hf_dlion can read ({type(error).__name__}: "
