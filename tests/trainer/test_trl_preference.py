@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from tests.support.spawn import on_ranks
 from tests.support.tiny import WORDS, outcome, tiny_args, tiny_llama, tiny_tokenizer, weights_digest
-from tests.support.training import agree
+from tests.support.training import agree, same
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +25,9 @@ def sentence(row: int, start: int, length: int) -> str:
     return " ".join(f"w{(7 * row + start + word) % WORDS}" for word in range(length))
 
 
-def prefers(folder: Path, optim_args: str | None) -> Trainer:
+def prefers(
+    folder: Path, optim_args: str | None, callbacks: Sequence[Any] = (), **changes: Any
+) -> Trainer:
     from trl import DPOConfig, DPOTrainer
 
     rows = [
@@ -37,9 +41,10 @@ def prefers(folder: Path, optim_args: str | None) -> Trainer:
     return DPOTrainer(
         model=tiny_llama(attention_dropout=0.0),
         ref_model=tiny_llama(attention_dropout=0.0),  # TRL would load it from the model's folder.
-        args=tiny_args(folder, DPOConfig, optim_args=optim_args, **SHORT),
+        args=tiny_args(folder, DPOConfig, optim_args=optim_args, **{**SHORT, **changes}),
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(padding_side="left"),
+        callbacks=[*callbacks],
     )
 
 
@@ -93,3 +98,41 @@ def test_trls_trainer_sends_votes_and_keeps_replicas_equal(
         assert all(math.isfinite(entry["loss"]) for entry in entries)
         assert entries[-1][shows] != 0.0
         assert entries[-1]["grad_norm"] > 0.0
+
+
+class Exchanged(TrainerCallback):
+    """Notes the weights after each exchange, which are those that all ranks have."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, list[torch.Tensor]] = {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.weights[0] = copied(model)
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if not optimizer.optimizer.schedule.steps:
+            self.weights[state.global_step] = copied(model)
+
+
+def copied(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@on_ranks(2, timeout=120)
+def test_the_reference_model_follows_the_weights_of_the_last_exchange(tmp_path: Path) -> None:
+    """TR-DPO updates it after steps 2, 4, 6, and 8, of which 2 and 6 lie within periods."""
+    noted = Exchanged()
+    trainer = prefers(
+        tmp_path, "vote_every=4", [noted], max_steps=9, learning_rate=1e-2,
+        sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5,
+    )  # fmt: skip
+    trainer.train()
+    assert [*noted.weights] == [0, 4, 8, 9]
+    expected = noted.weights[0]
+    for step in (0, 4, 4, 8):
+        pairs = zip(expected, noted.weights[step], strict=True)
+        expected = [old.mul(0.5).add(new, alpha=0.5) for old, new in pairs]
+    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    assert same(copied(reference), expected)
+    assert agree(weights_digest(reference))
+    assert not same(noted.weights[4], noted.weights[8])
