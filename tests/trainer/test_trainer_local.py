@@ -26,7 +26,7 @@ from tests.support.tiny import (
     trained,
     weights_digest,
 )
-from tests.support.training import agree, gathered, is_equal_everywhere, same
+from tests.support.training import agree, error_of, gathered, is_equal_everywhere, same
 
 
 def file_digest(folder: Path) -> str:
@@ -215,8 +215,14 @@ def test_a_subclass_that_saves_and_loads_by_itself_gets_common_weights(tmp_path:
 
 
 class Stream(IterableDataset[Any]):
+    """Reads the data in each epoch, or in the first one only; a rank takes every other batch."""
+
+    def __init__(self, length: int = 48, *, once: bool = False) -> None:
+        self.length, self.once, self.epochs = length, once, 0
+
     def __iter__(self) -> Any:
-        return iter(tiny_data())
+        self.epochs += 1
+        return iter([] if self.once and self.epochs > 1 else tiny_data(self.length))
 
 
 WAITS = ["accelerator_config={'dispatch_batches': False}", "include_num_input_tokens_seen='no'"]
@@ -240,6 +246,39 @@ def test_waits_in_local_steps_are_warned_of(
     with logged() as messages:
         trained(args, train_dataset=Stream())
     assert [text.partition("set ")[2] for text in messages] == (advised if rank == 0 else [])
+
+
+STREAMS = {"accelerator_config": {"dispatch_batches": False}, "max_steps": 20}
+
+
+@pytest.mark.parametrize("changes", [{}, {"eval_every": 2}, {"save_every": 2}], ids=str)
+@pytest.mark.parametrize("vote_every", [4, 5])  # The data end after an exchange; if only 5, in a period.
+@on_ranks(2)
+def test_all_ranks_raise_if_the_data_of_one_end_earlier(
+    rank: int, tmp_path: Path, vote_every: int, changes: dict[str, Any]
+) -> None:
+    for batches in ((8, 10), (11, 8)):
+        args = tiny_args(
+            tmp_path, optim_args=f"vote_every={vote_every}", average_tokens_across_devices=False,
+            logging_steps=100, lr_scheduler_type="constant", **STREAMS, **changes,
+        )  # fmt: skip
+        stream = Stream(8 * batches[rank], once=True)
+        trainer = tiny_trainer(args, train_dataset=stream, eval_dataset=tiny_data(8))
+        said = error_of(trainer.train)
+        assert said.startswith("Disagreement: ranks are at different steps: rank 0: "), said
+
+
+@on_ranks(2)
+def test_streams_of_different_lengths_are_read_again(rank: int, tmp_path: Path) -> None:
+    args = tiny_args(
+        tmp_path, optim_args="vote_every=4", average_tokens_across_devices=False, eval_every=6,
+        save_every=7, **STREAMS,
+    )  # fmt: skip
+    stream = Stream(8 * (8, 11)[rank])
+    trainer = trained(args, train_dataset=stream, eval_dataset=tiny_data(8))
+    assert stream.epochs == (3, 2)[rank]
+    assert trainer.state.global_step == 20
+    assert agree(weights_digest(trainer.model))
 
 
 class Failing(TrainerCallback):
