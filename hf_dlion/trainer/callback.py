@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
@@ -48,19 +49,33 @@ class DistributedLionCallback(TrainerCallback):
         self._save_requested = False
 
     def on_train_begin(
-        self, *_: Any, optimizer: Any = None, train_dataloader: Any = None, **__: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        *_: Any,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **__: Any,
     ) -> None:
         """Attaches the optimizer.
 
         Raises:
             NotImplementedError: If the ranks have no gradients of their own.
             RuntimeError: If there are more ranks than the arguments know of, or `attach` raises it.
+            ValueError: On every rank, if ranks would take different numbers of steps.
         """
         lion, trainer = find_optimizer(optimizer), self._trainer
         if lion is None:
             warn_about_other_optimizer(trainer, optimizer)
             return
         prepare(lion, trainer)
+        steps = gather_object([state.max_steps])
+        # Otherwise the ranks' last collectives would differ, for example in an exchange and a log.
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"ranks have data for different numbers of steps (by rank: {steps}): give every "
+                f"rank equally many batches, or set max_steps"
+            )
         _warn_about_waits(lion, trainer, train_dataloader)
         if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
             logger.warning_once(

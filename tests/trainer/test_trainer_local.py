@@ -252,7 +252,9 @@ STREAMS = {"accelerator_config": {"dispatch_batches": False}, "max_steps": 20}
 
 
 @pytest.mark.parametrize("changes", [{}, {"eval_every": 2}, {"save_every": 2}], ids=str)
-@pytest.mark.parametrize("vote_every", [4, 5])  # The data end after an exchange; if only 5, in a period.
+@pytest.mark.parametrize(
+    "vote_every", [4, 5]
+)  # The data end after an exchange; if only 5, in a period.
 @on_ranks(2)
 def test_all_ranks_raise_if_the_data_of_one_end_earlier(
     rank: int, tmp_path: Path, vote_every: int, changes: dict[str, Any]
@@ -266,6 +268,22 @@ def test_all_ranks_raise_if_the_data_of_one_end_earlier(
         trainer = tiny_trainer(args, train_dataset=stream, eval_dataset=tiny_data(8))
         said = error_of(trainer.train)
         assert said.startswith("Disagreement: ranks are at different steps: rank 0: "), said
+
+
+@pytest.mark.parametrize("optim_args", [None, "vote_every=4"])
+@on_ranks(2)
+def test_all_ranks_raise_before_training_if_they_have_different_numbers_of_batches(
+    tmp_path: Path, optim_args: str | None
+) -> None:
+    args = tiny_args(
+        tmp_path, optim_args=optim_args, accelerator_config={"even_batches": False}, max_steps=-1,
+        num_train_epochs=1, lr_scheduler_type="constant", logging_steps=3,
+        average_tokens_across_devices=False,
+    )  # fmt: skip
+    trainer = tiny_trainer(args, train_dataset=tiny_data(4 * 21))
+    with pytest.raises(ValueError, match=r"different numbers of steps \(by rank: \[11, 10\]\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @on_ranks(2)
