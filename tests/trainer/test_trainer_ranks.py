@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -194,20 +197,92 @@ def test_a_smaller_batch_after_out_of_memory_continues_with_a_new_wrapper(
     assert trainer._train_batch_size < 4
 
 
+RATES = 2e-3, 1e-3, 2e-3
+
+
+@dataclasses.dataclass
+class Trial:
+    """A trial of optuna, and one with fixed values, which rank 0 sends to the others."""
+
+    params: dict[str, float]
+    number: int
+
+
+class Study:
+    """Tries the rates in turn."""
+
+    best_trial = types.SimpleNamespace(number=0, value=0.0, params={})
+
+    def optimize(self, objective: Any, n_trials: int, **_: Any) -> None:
+        for number in range(n_trials):
+            objective(Trial({"learning_rate": RATES[number]}, number))
+
+    def _is_multi_objective(self) -> bool:
+        return False
+
+
+# What transformers takes from optuna, which the tests don't need.
+OPTUNA = types.SimpleNamespace(
+    __spec__=object(),
+    Trial=Trial,
+    trial=types.SimpleNamespace(BaseTrial=Trial, FixedTrial=Trial),
+    create_study=lambda **_: Study(),
+)
+
+
+class Trials(TrainerCallback):
+    """Notes the weights at both ends of each trial, and what its optimizer has done."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.ended: list[Any] = []
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        lion = optimizer.optimizer
+        self.begun.append((weights_digest(model), lion.steps, len(lion.state)))
+
+    def on_train_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        lion = optimizer.optimizer
+        self.ended.append((weights_digest(model), lion.wire.exchanges, lion.schedule.steps))
+
+
+# An objective is the last evaluation of a training, or one after it.
+@pytest.mark.parametrize("eval_every", [None, 3])
+@pytest.mark.parametrize(("optim_args", "exchanges"), [(None, 6), ("vote_every=4", 2)])
 @on_ranks(2)
-def test_a_hyperparameter_search_trains_every_trial(tmp_path: Path) -> None:
-    """Trains twice as a search does, which takes the model away in between."""
-    args = tiny_args(tmp_path)
-    trainer = tiny_trainer(args, model=None, model_init=lambda _=None: tiny_llama())
-    digests = []
-    for rate in (2e-3, 1e-3, 2e-3):
-        trainer.args.learning_rate = rate
-        trainer.train()
-        digests.append(weights_digest(trainer.model))
-        trainer.model_wrapped = trainer.model = None
-        trainer.accelerator.clear()
-    assert agree(digests)
-    assert digests[0] == digests[2] != digests[1]
+def test_trials_of_a_hyperparameter_search_begin_anew_and_end_equal(
+    tmp_path: Path, optim_args: str | None, exchanges: int, eval_every: int | None
+) -> None:
+    trials = Trials()
+    args = tiny_args(tmp_path, optim_args=optim_args, max_steps=6, eval_every=eval_every)
+    trainer = tiny_trainer(
+        args, model=None, model_init=lambda _=None: tiny_llama(), eval_dataset=tiny_data(8),
+        callbacks=[trials],
+    )  # fmt: skip
+    objectives: list[float] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        objectives.append(metrics["eval_loss"])
+        return objectives[-1]
+
+    with mock.patch.dict(sys.modules, optuna=OPTUNA):
+        trainer.hyperparameter_search(
+            lambda trial: trial.params,
+            objective,
+            n_trials=3,
+            direction="minimize",
+            backend="optuna",
+        )
+    assert agree(*trials.begun)
+    assert trials.begun[0][1:] == (0, 0)
+    assert agree(trials.ended)
+    assert agree(objectives)
+    first, second, third = trials.ended
+    assert first == third != second
+    assert first[1:] == (exchanges, 0)
+    count = 2 if eval_every else 1
+    assert len(objectives) == 3 * count
+    assert objectives[:count] == objectives[-count:] != objectives[count:-count]
 
 
 @on_ranks(2)
