@@ -40,6 +40,8 @@ class Guards:
     Attributes:
         momenta_equal: Whether momenta of averaged gradients are known to be equal on all
             voters. It changes on all of them together, unlike a layout.
+        since_exchange: Number of local steps from which this rank abstained since the last
+            exchange.
     """
 
     def __init__(self, owner: ddp.Owner, params: Params, options: Options, wire: WireStats) -> None:
@@ -48,7 +50,7 @@ class Guards:
         self._params, self._options, self._wire = params, options, wire
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
-        self._comparisons = 0
+        self._comparisons = self.since_exchange = 0
         self._attached: Layout | None = None  # The layout for which `attach` was called as needed.
         self._abstained: list[int] = []  # Consecutive steps in which each rank abstained.
 
@@ -73,6 +75,8 @@ class Guards:
     def check(self, layout: Layout, report: Report, ranks: Topology | None) -> None:
         """Refuses a step that would be wrong without `attach`, or after too many abstentions.
 
+        `report.abstained` gets this step, if this rank has a NaN or no gradient.
+
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; if no
                 hook averages a parameter's gradient in the node, or did since the last step; or as
@@ -88,6 +92,8 @@ class Guards:
             self._check_averages(layout)
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self.check_abstentions(ranks)
+        has_none = bool(report.present) and not any(report.present)
+        report.abstained = self.since_exchange + (has_none or not report.finite)
 
     def check_wrapper(self, model: nn.Module) -> None:
         """Refuses a wrapper that was made within a period of local steps.
@@ -158,18 +164,23 @@ class Guards:
     ) -> None:
         """Counts the ranks that abstain from a step, or have no gradient while others have.
 
-        In a local step (`is_local`) each rank counts only its own, because they don't communicate,
-        and a later step checks the count.
+        In a local step (`is_local`) each rank counts only its own, because they don't communicate: a
+        step without a gradient counts whether or not another rank has one. A later step checks the
+        count, and the exchange adds those of all ranks to `WireStats.abstentions`.
 
         Raises:
             RuntimeError: If a rank abstained in as many consecutive steps as the limit.
         """
         if ranks is not None and is_local:
-            everyone = range(ranks.everyone.world_size)
-            votes = [report.finite or rank != ranks.everyone.rank for rank in everyone]
+            votes = [True] * ranks.everyone.world_size
+            votes[ranks.everyone.rank] = report.abstained == self.since_exchange
+            self.since_exchange = report.abstained
+            if report.kind is Kind.EXCHANGE:
+                self.count_exchange(agreed)
         else:
             voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
             votes = [agreed.votes[voter] for voter in voter_of_rank]
+            self._wire.abstentions += votes.count(False)
         if len(self._abstained) != len(votes):  # Steps before had one rank.
             self._abstained = [0] * len(votes)
         # A count at the limit stays until it is checked.
@@ -178,9 +189,13 @@ class Guards:
             n if n >= limit else 0 if ok else n + 1
             for ok, n in zip(votes, self._abstained, strict=True)
         ]
-        self._wire.abstentions += votes.count(False)
         if self._options.vote_every == 1:  # Otherwise counts may differ between ranks.
             self.check_abstentions(ranks)
+
+    def count_exchange(self, agreed: Agreed) -> None:
+        """Counts the local steps from which ranks abstained in the period that ends."""
+        self._wire.abstentions += agreed.abstained
+        self.since_exchange = 0
 
     def check_abstentions(self, ranks: Topology | None) -> None:
         """Raises RuntimeError if a rank abstained in as many consecutive steps as the limit."""

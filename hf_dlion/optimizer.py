@@ -109,8 +109,8 @@ class DistributedLion(torch.optim.Optimizer):
         momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16, or torch.float16
             (default: None, which means each parameter's dtype).
         seed: Seed of the stochastic rounding, equal on every rank (default: 0).
-        max_abstained_steps: Number of consecutive steps with a NaN or an Inf in a rank's gradients
-            after which all ranks raise; until then the rank abstains (default: 20).
+        max_abstained_steps: Number of consecutive steps with a NaN or an Inf in a rank's gradients,
+            or without any, after which all ranks raise; until then the rank abstains (default: 20).
         check_replicas_every: Number of steps between comparisons of a hash of all parameters
             (default: 0, which means never). Like `momentum_sync_every`, it counts exchanges if
             `vote_every` is above 1.
@@ -277,12 +277,13 @@ class DistributedLion(torch.optim.Optimizer):
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
                 )
             return
-        report, layout = Report(Kind.EXCHANGE), Layout()
+        report, layout = Report(Kind.EXCHANGE, abstained=self.guards.since_exchange), Layout()
         with self.peers.all_or_none(report):
             layout = self.params.fresh_layout()
             local.begin_exchange(layout)
             self.guards.check_abstentions(self.peers.ranks)
         agreed = self.peers.header(report, layout)
+        self.guards.count_exchange(agreed)
         ranks = self.peers.ranks
         if ranks is None or ranks.voters.world_size == 1:
             return

@@ -20,6 +20,8 @@ from torch import Tensor
 from hf_dlion.core.slot import Signature
 from hf_dlion.ranks.compare import compare_parameters
 from hf_dlion.ranks.meeting import (
+    ABSTAINED_AT,
+    FINITE,
     Disagreement,
     Kind,
     gather_bools,
@@ -81,6 +83,7 @@ class Report:
         kind: What the ranks do.
         present: Whether each trainable parameter has a gradient; empty if the ranks don't step.
         finite: Whether all gradients are finite.
+        abstained: Number of local steps from which this rank abstained since the last exchange.
         failure: What failed on this rank.
         step: Number of the last step that the rank took.
         equal: Options, hyperparameters of groups, and counts of calls, by name.
@@ -91,6 +94,7 @@ class Report:
     kind: Kind
     present: list[bool] = field(default_factory=list)
     finite: bool = True
+    abstained: int = 0
     failure: BaseException | None = None
     step: int = 0
     equal: Mapping[str, object] = field(default_factory=dict)
@@ -102,12 +106,14 @@ class Agreed:
     """What a meeting found about the gradients of every rank, or of every voter.
 
     `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
-    `compared` tells whether the ranks compared their parameters, as at a new layout.
+    `compared` tells whether the ranks compared their parameters, as at a new layout, and
+    `abstained` is the sum of `Report.abstained`.
     """
 
     finite: list[bool]
     present: list[list[bool]]
     compared: bool = False
+    abstained: int = 0
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -202,6 +208,7 @@ class Meetings:
             self._wire, report.kind, [self._number, report.step, *hashes],
             # In an exchange, what counts is whether a rank moved.
             finite=report.finite or report.kind is not Kind.STEP, failure=failure,
+            abstained=report.abstained if report.kind is Kind.EXCHANGE else 0,
         )  # fmt: skip
         if len(set(numbers)) > 1:
             raise Disagreement(_OTHER_OPTIMIZER)
@@ -218,7 +225,8 @@ class Meetings:
         is_early = report.kind is Kind.STEP and not any(map(any, present))
         if is_new := layouts[0] != self._layout and not is_early:
             self._compare_values(layouts[0], parameters)
-        return Agreed(list(map(bool, flags)), present, is_new)
+        finite = [bool(own & FINITE) for own in flags]
+        return Agreed(finite, present, is_new, sum([own >> ABSTAINED_AT for own in flags]))
 
     def _hashes(self, report: Report) -> list[int]:
         """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""

@@ -1,7 +1,7 @@
 """A meeting: every rank sends eight int64 words, and then all ranks continue, or all raise.
 
-word   0        1     2, 3           4                 5, 6, 7
-version  kind  of the caller  finite, failed    of the caller
+word   0        1     2, 3                   4                       5, 6, 7
+version  kind  of the caller  finite, failed, abstained    of the caller
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 # Headers of other versions have at most this number; a larger one is other data.
 _LARGEST_VERSION = 1000
-# Bits of word 4: the rank's gradients are finite; something failed on it.
-FINITE, FAILED = 1, 2
+# Bits of word 4: the rank's gradients are finite; something failed on it. From this bit on, it has
+# the number of steps from which the rank abstained.
+FINITE, FAILED, ABSTAINED_AT = 1, 2, 2
 # Length of the longest error text that other ranks show, in characters.
 _LONGEST_TEXT = 4000
 _ELSEWHERE = (
@@ -75,6 +76,7 @@ def gather_headers(
     words: Sequence[int],
     *,
     finite: bool = True,
+    abstained: int = 0,
     failure: BaseException | None = None,
     what: str = "",
 ) -> list[list[int]]:
@@ -88,6 +90,7 @@ def gather_headers(
         kind: What this rank does.
         words: Two to five words of this rank.
         finite: Whether its gradients are finite.
+        abstained: Number of steps from which it abstained since the last exchange.
         failure: What failed on it.
         what: Name of what may fail, for other ranks (default: what the ranks do).
 
@@ -96,7 +99,7 @@ def gather_headers(
         BaseException: `failure`.
         LostRank: If another rank ended or stalled.
     """
-    flags = FINITE * finite if failure is None else FAILED
+    flags = FINITE * finite + (abstained << ABSTAINED_AT) if failure is None else FAILED
     sent = [WIRE_VERSION, kind, *words[:2], flags, *words[2:]]
     sent += [0] * (HEADER_WORDS - len(sent))
     columns = wire.gather_words(sent, _AWAITED.get(kind, "a header")).t().tolist()

@@ -26,8 +26,8 @@ class WireStats:
         node_bytes_sent: Bytes that this rank sent to other ranks of its node.
         last_node_bytes_sent: Bytes that this rank sent inside its node in the last step.
         exchanges: Number of steps in which ranks exchanged votes.
-        abstentions: Number of ranks that abstained, summed over steps; with local steps, only this
-            rank is counted.
+        abstentions: Number of ranks that abstained, summed over steps; with local steps, those of a
+            period are added when it ends.
         encode_s: Seconds spent on encoding votes and updating momenta.
         exchange_s: Seconds spent on waiting for votes and verdicts, and counting votes.
         apply_s: Seconds spent on moving parameters; with local steps also on updating momenta.

@@ -504,6 +504,23 @@ def test_abstentions_are_counted_if_exchanges_come_early(rank: int) -> None:
     assert "5 steps in a row" in said[number]
 
 
+@on_ranks(2)
+def test_an_exchange_counts_the_steps_from_which_any_rank_abstained(rank: int) -> None:
+    """A rank abstains if it has a NaN, or no gradient; exchanges end steps 2 and 6."""
+    values = [[1.0] * 5 + [math.nan, 1.0, 1.0], [1.0, math.nan, None, 1.0, None, None, None, None]]
+    param, optimizer = single(vote_every=4, max_abstained_steps=4)
+    counts = []
+    for number, value in enumerate(values[rank]):
+        param.grad = None if value is None else torch.full_like(param, value)
+        optimizer.step()
+        if number == 1:
+            optimizer.exchange_now()
+        counts.append(optimizer.wire.abstentions)
+    assert counts == [0, 1, 1, 1, 1, 5, 5, 5]
+    said = error_of(optimizer.exchange_now)
+    assert "gradients of rank 1 held a NaN or an Inf in 4 steps in a row, or were all m" in said
+
+
 def test_a_group_destroyed_within_a_period_is_refused() -> None:
     param = filled(1.0)
     optimizer = DistributedLion([param], vote_every=4)
