@@ -92,9 +92,29 @@ def _amounts_by_voter(
     layout: Layout, scale: Scale, context: StepContext, ranks: Topology
 ) -> tuple[list[list[float]], list[str]]:
     """Returns the amount of each parameter by voter, and warnings of those that aren't finite."""
-    everyone, messages = ranks.everyone, layout.all_messages
-    own = scale.amounts(layout.slots, messages, partial(displacement, context=context), context)
-    texts = []
+    everyone = ranks.everyone
+    own, texts = _own_amounts(layout, scale, context)
+    anchors = [(slot.name, slot.local.anchor) for slot in layout.slots if slot.local is not None]
+    words = torch.tensor(own, dtype=torch.float64).view(torch.int64).tolist()
+    words.append(digest(checksums([anchor for _, anchor in anchors])))
+    if ranks.node is not None:
+        tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.compensation)]
+        words.append(digest(fingerprints([t for t in tensors if t is not None])))
+    # Of all ranks, so those that hold other shards, or are in other nodes, raise together.
+    table = everyone.gather_words(words, "how far weights were moved")
+    amounts = table[:, : len(own)].contiguous().view(torch.float64).tolist()
+    _refuse_replaced(layout, amounts, ranks)
+    _refuse_other_anchors(anchors, table[:, len(own)].tolist(), ranks)
+    _refuse_unequal_nodes(table[:, -1].tolist(), ranks)
+    return [amounts[everyone.ranks.index(rank)] for rank in ranks.voters.ranks], texts
+
+
+def _own_amounts(
+    layout: Layout, scale: Scale, context: StepContext
+) -> tuple[list[float], list[str]]:
+    """Returns this rank's amounts, and warnings; a move that isn't finite is undone."""
+    source, texts = partial(displacement, context=context), list[str]()
+    own = scale.amounts(layout.slots, layout.all_messages, source, context)
     for k, slot in enumerate(layout.slots):
         if not math.isfinite(own[k]):
             own[k] = 0.0
@@ -105,46 +125,47 @@ def _amounts_by_voter(
             )
         elif _was_replaced(slot, own[k]):
             own[k] = _REPLACED
-    anchors = {slot.name: slot.local.anchor for slot in layout.slots if slot.local is not None}
-    words = torch.tensor(own, dtype=torch.float64).view(torch.int64).tolist()
-    words.append(digest(checksums([*anchors.values()])))
-    if ranks.node is not None:
-        tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.compensation)]
-        words.append(digest(fingerprints([t for t in tensors if t is not None])))
-    # Of all ranks, so those that hold other shards, or are in other nodes, raise together.
-    table = everyone.gather_words(words, "how far weights were moved")
-    rows = table[:, : len(own)].contiguous().view(torch.float64).tolist()
-    for slot, *by_rank in zip(layout.slots, *rows, strict=True):
-        if those := [rank for rank, amount in enumerate(by_rank) if amount == _REPLACED]:
-            raise Disagreement(
-                f"the weights of {slot.name!r} on {everyone.named(those)} are farther from the "
-                f"last exchange's than steps can have moved them, so something replaced them. "
-                f"{REMEDY}"
-            )
-    hashes = table[:, len(own)].tolist()
-    same_parts = ranks.same_parts or [[*range(everyone.world_size)]]
-    if any([len({hashes[rank] for rank in same}) > 1 for same in same_parts]):
-        compare_parameters(
-            lambda: [*anchors.items()], everyone, ranks.same_parts, REMEDY,
-            when=", with which the last period of local steps began,",
-        )  # fmt: skip
-    if node := ranks.unequal_node(table[:, -1].tolist()):
-        raise Disagreement(
-            f"{everyone.named(node)} vote as one node, but their weights differ: something "
-            f"changed gradients or weights on one of them after DDP averaged the gradients. "
-            f"{SAME_IN_NODE}"
-        )
-    return [rows[everyone.ranks.index(rank)] for rank in ranks.voters.ranks], texts
+    return own, texts
 
 
 def _forget_move(slot: Slot) -> None:
     """Puts the anchor into a slot; one that isn't finite itself takes no part on any rank."""
-    if slot.anchor is not None:
-        slot.p.copy_(slot.anchor)
+    if slot.local is not None:
+        slot.local.leave(slot.part)
     if slot.compensation is not None:
         slot.compensation.zero_()
     if not slot.p.isfinite().all():
         slot.target = None
+
+
+def _refuse_replaced(layout: Layout, amounts: Sequence[Sequence[float]], ranks: Topology) -> None:
+    for slot, *by_rank in zip(layout.slots, *amounts, strict=True):
+        if those := [rank for rank, amount in enumerate(by_rank) if amount == _REPLACED]:
+            raise Disagreement(
+                f"the weights of {slot.name!r} on {ranks.everyone.named(those)} are farther from "
+                f"the last exchange's than steps can have moved them, so something replaced them. "
+                f"{REMEDY}"
+            )
+
+
+def _refuse_other_anchors(
+    anchors: Sequence[tuple[str, Tensor]], hashes: Sequence[int], ranks: Topology
+) -> None:
+    same_parts = ranks.same_parts or [[*range(ranks.everyone.world_size)]]
+    if any([len({hashes[rank] for rank in same}) > 1 for same in same_parts]):
+        compare_parameters(
+            lambda: anchors, ranks.everyone, ranks.same_parts, REMEDY,
+            when=", with which the last period of local steps began,",
+        )  # fmt: skip
+
+
+def _refuse_unequal_nodes(hashes: Sequence[int], ranks: Topology) -> None:
+    if node := ranks.unequal_node(hashes):
+        raise Disagreement(
+            f"{ranks.everyone.named(node)} vote as one node, but their weights differ: something "
+            f"changed gradients or weights on one of them after DDP averaged the gradients. "
+            f"{SAME_IN_NODE}"
+        )
 
 
 def _was_replaced(slot: Slot, amount: float) -> bool:

@@ -225,8 +225,9 @@ class LocalSteps:
         """Puts the anchors into the model, and keeps this rank's weights."""
         for slot in layout.slots:
             if slot.local is not None:
-                slot.local.own = slot.part.clone()
-                slot.part.copy_(slot.local.anchor)
+                own = slot.part.clone()
+                slot.local.leave(slot.part)
+                slot.local.own = own
         self.shown = True
 
     def hide(self, layout: Layout) -> None:
