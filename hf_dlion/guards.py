@@ -164,9 +164,9 @@ class Guards:
     ) -> None:
         """Counts the ranks that abstain from a step, or have no gradient while others have.
 
-        In a local step (`is_local`) each rank counts only its own, because they don't communicate: a
-        step without a gradient counts whether or not another rank has one. A later step checks the
-        count, and the exchange adds those of all ranks to `WireStats.abstentions`.
+        In a local step (`is_local`) each rank counts only its own, because they don't communicate:
+        a step without a gradient counts whether or not another rank has one. A later step checks
+        the count, and the exchange adds those of all ranks to `WireStats.abstentions`.
 
         Raises:
             RuntimeError: If a rank abstained in as many consecutive steps as the limit.
