@@ -316,7 +316,8 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
     with lions[0][1].peers.all_or_none(rest, can_meet=not is_sharded(accelerator)):
         original()
     states = [
-        load_momentum(lion, folders[0], failure=rest.failure, name=name) for name, lion in lions
+        load_momentum(lion, folders[0], failure=rest.failure, name=name, caller="Accelerate")
+        for name, lion in lions
     ]
     if states[0] is not None and accelerator.scaler is not None:
         # Replaces rank 0's state, which Accelerate gave to every rank.

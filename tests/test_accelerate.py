@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,7 @@ def test_a_wrapped_optimizer_steps_with_a_scaler(rank: int, clip: bool) -> None:
     assert scales == ([1024.0] * 3 if rank == 0 else [1024.0, 512.0, 512.0])
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.smoke), 4])
 @on_ranks(2)
 def test_a_loaded_state_equals_that_of_each_rank(rank: int, tmp_path: Path, every: int) -> None:
@@ -234,8 +236,16 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> Non
     with mock.patch("torch.save", side_effect=KeyboardInterrupt("stop")):
         error = error_of(loop.accelerator.save_state, tmp_path)
     assert "KeyboardInterrupt: stop" in error
-    assert "momenta were not saved" in error_of(loop.accelerator.load_state, str(tmp_path))
+    remedy = "momenta were not saved. Call hf_dlion.accelerate.attach before accelerator.save"
+    assert remedy in error_of(loop.accelerator.load_state, str(tmp_path))
     loop.accelerator.save_state(tmp_path)
+    loop.train(1)
+    loop.accelerator.save_state(tmp_path / "later")
+    own = f"dlion_momentum_{rank}_of_2.safetensors"
+    shutil.copy(tmp_path / own, tmp_path / "later" / own)
+    remedy = "step 3. The folder mixes two saves: load another one, or copy"
+    assert remedy in error_of(loop.accelerator.load_state, str(tmp_path / "later"))
+    loop.accelerator.load_state(str(tmp_path))
     if rank == 0:
         (tmp_path / "dlion_momentum_1_of_2.safetensors").unlink()
     loop.accelerator.wait_for_everyone()

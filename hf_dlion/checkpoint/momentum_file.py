@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,6 +32,33 @@ from hf_dlion.state_dict import loaded_state
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
 LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
+# Who loads. A remedy is one that this caller can follow.
+Caller = Literal["loop", "Trainer", "Accelerate"]
+_NO_MOMENTA: dict[Caller, str] = {
+    "loop": "Call hf_dlion.save_momentum on every rank when you save. To continue with rank 0's "
+    "momentum on every rank, leave out load_momentum",
+    "Trainer": "Resume from another checkpoint, or load this one's model and train without "
+    "resume_from_checkpoint",
+    "Accelerate": "Call hf_dlion.accelerate.attach before accelerator.save_state. To continue with "
+    "rank 0's momentum on every rank, call load_state before attach",
+}
+_OTHER_STEP: dict[Caller, str] = {
+    "loop": "First load the optimizer's state_dict() of the same checkpoint. If you did, the files "
+    "are from two saves",
+    "Trainer": "The folder mixes two saves: resume from another checkpoint, or copy all files of "
+    "one save into it",
+    "Accelerate": "The folder mixes two saves: load another one, or copy all files of one save "
+    "into it",
+}
+_OTHER_WEIGHTS: dict[Caller, str] = {
+    "loop": "First load the model of the same checkpoint, in the dtype that was trained, and call "
+    "optimizer.exchange_now() before you save a model. To continue with the weights that the model "
+    "holds, load no momenta",
+    "Trainer": "The folder mixes two saves, or the model has another dtype: resume from another "
+    "checkpoint, or make the model in the dtype that was trained",
+    "Accelerate": "The folder mixes two saves, or the model has another dtype: load another "
+    "folder, or make the model in the dtype that was trained",
+}
 # Prefix of the keys of ages; the keys of momenta are numbers alone.
 _AGE = "age."
 # Prefix of the keys of each rank's own weights, which version 0.2.0.dev0 saved within a period.
@@ -182,7 +209,7 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         os.close(descriptor)
 
 
-def find_file(at: Position, folder: Path, name: str) -> Path:
+def find_file(at: Position, folder: Path, name: str, caller: Caller) -> Path:
     """Returns the path of the file that a rank loads: that of the first rank of its node.
 
     If another number of ranks saved, it is a file of the saved voter with the voter's number modulo
@@ -198,10 +225,8 @@ def find_file(at: Position, folder: Path, name: str) -> Path:
     counts = sorted({count for _, count in files})
     if not counts:
         raise CheckpointError(
-            f"{folder} holds no {file_name(name, rank, world_size)}: momenta were not saved. Save "
-            f"with Trainer, hf_dlion.accelerate.attach, or hf_dlion.save_momentum on every rank. "
-            f"To continue with rank 0's momentum on every rank, load without load_momentum, or "
-            f"before hf_dlion.accelerate.attach"
+            f"{folder} holds no {file_name(name, rank, world_size)}: momenta were not saved. "
+            f"{_NO_MOMENTA[caller]}"
         )
     if world_size not in counts and len(counts) > 1:
         raise CheckpointError(
@@ -235,7 +260,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} is damaged ({error}): {LOAD_OLDER}") from error
 
 
-def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
+def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
     """Returns a file's content, checked against the optimizer.
 
     Raises:
@@ -252,8 +277,8 @@ def read(path: Path, lion: DistributedLion, at: Position) -> Loaded:
                 f"parameters: it was saved with another model"
             )
         saved = {key: file.get_tensor(key) for key in keys}
-    _check_state(path, header, lion)
-    _check_weights(path, header, lion)
+    _check_state(path, header, lion, caller)
+    _check_weights(path, header, lion, caller)
     loaded = Loaded(header)
     for number, param in enumerate(params):
         if (momentum := saved.get(str(number))) is None:
@@ -293,15 +318,13 @@ def _read_header(path: Path, metadata: Mapping[str, str] | None) -> Header:
     return header
 
 
-def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
+def _check_state(path: Path, header: Header, lion: DistributedLion, caller: Caller) -> None:
     """Refuses a file that doesn't belong to the state that the optimizer has loaded."""
     # A new optimizer continues from the file's step.
     if header.step != lion.steps and (lion.steps or lion.state):
         raise CheckpointError(
             f"{path} was saved after step {header.step}, but the optimizer is at step "
-            f"{lion.steps}. In your own loop, first load the optimizer's state_dict() of the same "
-            f"checkpoint. Trainer and Accelerate have loaded it, so this folder mixes two saves: "
-            f"resume from another one, or copy all files of one save into it"
+            f"{lion.steps}. {_OTHER_STEP[caller]}"
         )
     if lion.params.local_states:
         raise CheckpointError(
@@ -316,7 +339,7 @@ def _check_state(path: Path, header: Header, lion: DistributedLion) -> None:
         )
 
 
-def _check_weights(path: Path, header: Header, lion: DistributedLion) -> None:
+def _check_weights(path: Path, header: Header, lion: DistributedLion, caller: Caller) -> None:
     """Refuses momenta of other weights than the model holds, in a run with local steps.
 
     Raises:
@@ -325,10 +348,7 @@ def _check_weights(path: Path, header: Header, lion: DistributedLion) -> None:
     weights = None if header.local is None else header.local.get("weights")
     if lion.local is not None and weights not in (None, _hash_of_weights(lion)):
         raise CheckpointError(
-            f"{path} belongs to other weights than the model holds: load the model of the same "
-            f"checkpoint first, in the dtype that was trained. If it was saved within a period of "
-            f"local steps, it has one rank's own weights: call optimizer.exchange_now() before you "
-            f"save. To continue with the weights that the model holds, load no momenta"
+            f"{path} belongs to other weights than the model holds. {_OTHER_WEIGHTS[caller]}"
         )
 
 

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from hf_dlion.checkpoint.momentum_file import (
     LOAD_OLDER,
     NAME,
+    Caller,
     CheckpointError,
     Loaded,
     Position,
@@ -112,6 +113,7 @@ def load_momentum(
     *,
     failure: BaseException | None = None,
     name: str = NAME,
+    caller: Caller = "loop",
 ) -> dict[str, Any] | None:
     """Loads this rank's momentum from `folder`; every rank must call this.
 
@@ -133,6 +135,8 @@ def load_momentum(
         failure: Error with which this rank failed to load the rest of the checkpoint. All ranks
             then raise (default: None).
         name: Prefix of the file's name, as in `save_momentum`.
+        caller: Who loads, "loop", "Trainer", or "Accelerate": decides what errors advise (default:
+            "loop").
 
     Returns:
         The GradScaler's state that was saved with the momentum, or None.
@@ -149,8 +153,8 @@ def load_momentum(
     ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
     at = _position(ranks)
     with lion.peers.together(Kind.LOAD):
-        path = find_file(at, Path(folder), name)
-        loaded = read(path, lion, at)
+        path = find_file(at, Path(folder), name, caller)
+        loaded = read(path, lion, caller)
     files = _gathered(ranks, (str(path), loaded.header.save))
     if len({save_id for _, save_id in files}) > 1:
         by_rank = "; ".join(

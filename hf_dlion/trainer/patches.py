@@ -349,7 +349,7 @@ def _load_scaler(
             f"{checkpoint} holds weights only (save_only_model), so momenta aren't loaded"
         )
         return
-    state, scaler = load_momentum(lion, checkpoint), _scaler(trainer)
+    state, scaler = load_momentum(lion, checkpoint, caller="Trainer"), _scaler(trainer)
     if state is not None and scaler is not None:
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 

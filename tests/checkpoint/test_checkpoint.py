@@ -690,9 +690,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
     "other run": (copy("new1", 1), rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load"),
     "other step": (
         copy("later", 1),
-        rf"{FILE} was saved after step 3, but the .* step 2. In your own loop, first",
+        rf"{FILE} was saved after step 3, but the .* step 2. First load the optimizer's",
     ),
-    "none": (each(Path.unlink), r"_[01]_of_2\.safetensors: momenta were not saved\. Save"),
+    "none": (
+        each(Path.unlink),
+        r"_[01]_of_2\.safetensors: momenta were not saved\. Call hf_dlion.save_mom",
+    ),
     "no folder": (lambda p: p.parent.rename(p.parents[1] / "moved"), "no folder .*/new: check the"),
     # What fails is in `INSTEAD`.
     "other folders": (None, r"rank 0: '.*/new', rank 1: '.*/new1'\): pass the same path"),

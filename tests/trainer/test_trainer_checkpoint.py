@@ -111,6 +111,26 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_every_rank(rank: int, h
         train_rest(half)
 
 
+@pytest.mark.parametrize(
+    ("step", "remedy"),
+    [
+        (STEPS, "step 8, .* step 4. The folder mixes two saves: resume from another checkpoint"),
+        (None, "momenta were not saved. Resume from another checkpoint, or load this one's model"),
+    ],
+)
+@on_ranks(2)
+def test_momenta_of_another_save_or_none_have_a_remedy_for_trainer(
+    rank: int, uninterrupted: tuple[Path, Any], half: Path, step: int | None, remedy: str
+) -> None:
+    for path in (half / f"checkpoint-{HALF}").glob(f"dlion_momentum_{rank}_*"):
+        path.unlink()
+        if step is not None:
+            shutil.copy(uninterrupted[0] / f"checkpoint-{step}" / path.name, path)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=remedy):
+        train_rest(half)
+
+
 @on_ranks(2)
 def test_a_checkpoint_that_one_rank_alone_resumes_from_is_refused(rank: int, half: Path) -> None:
     resume = f"{half}/checkpoint-{HALF}" if rank == 0 else None
