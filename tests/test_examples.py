@@ -42,6 +42,7 @@ def test_examples_are_short():
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines
 
 
+@pytest.mark.oldest
 def test_finetune_llm_learns_saves_plots_and_answers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,6 +139,7 @@ def test_fsdp2_loop_learns(tmp_path):
     assert 1.0 <= numbers_after("and sent", said)[-1] < 1.3
 
 
+@pytest.mark.oldest
 def test_accelerate_loop_learns(tmp_path):
     said = run_example("accelerate_loop.py", "--epochs", "2", "--output_dir", tmp_path)
     losses = numbers_after("held-out loss", said)

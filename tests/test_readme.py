@@ -51,6 +51,7 @@ def test_the_readme_is_short_enough_to_be_read_to_the_end():
     assert 600 <= len(README.split()) <= 750
 
 
+@pytest.mark.oldest
 @pytest.mark.multiproc
 def test_the_quick_start_trains_as_it_stands(tmp_path: Path) -> None:
     """A folder with a small model stands for the one of the hub."""

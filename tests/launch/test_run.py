@@ -15,7 +15,7 @@ import pytest
 
 from hf_dlion.launch import STARTUP
 from tests.support import tiny
-from tests.support.spawn import run_command, run_script
+from tests.support.spawn import free_port, run_command, run_script
 
 RUN = [sys.executable, "-m", "hf_dlion", "run"]
 LAUNCH = [sys.executable, "-m", "hf_dlion.launch"]
@@ -255,6 +255,7 @@ def arguments(script: Path, optim_args: str) -> list[str]:
     return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
 
 
+@pytest.mark.oldest
 @pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.multiproc
@@ -266,7 +267,7 @@ def test_launchers_train_an_unedited_script_with_votes(script: Path, launcher: s
     if launcher == "accelerate launch":
         # --cpu would start one process; --multi_gpu starts torchrun, with or without GPUs.
         options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
-        options += ["--num_cpu_threads_per_process=1", "--main_process_port=0"]
+        options += ["--num_cpu_threads_per_process=1", f"--main_process_port={free_port()}"]
         run_command([*RUN, *ACCELERATE, *options, *words])
     elif launcher == "-m hf_dlion.launch":
         run_script(2, ["-m", "hf_dlion.launch", *words])
@@ -277,6 +278,24 @@ def test_launchers_train_an_unedited_script_with_votes(script: Path, launcher: s
     texts = [(script.parent / f"result_{rank}.json").read_text() for rank in (0, 1)]
     assert texts[0] == texts[1]
     assert json.loads(texts[0])[1:] == ["DistributedLion", 2]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_trls_command_trains_with_votes(tmp_path: Path) -> None:
+    """`trl sft` reads the arguments in a process of its own, and starts torchrun."""
+    tiny.tiny_llama().save_pretrained(tmp_path / "model")
+    tiny.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"text": f"w{k} w{k + 1} w{k + 2}"}) for k in range(32)]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+    words = "trl sft --optim dlion --model_name_or_path model --dataset_name data --output_dir out"
+    words += " --learning_rate 1e-3 --max_steps 3 --logging_steps 1 --report_to none --use_cpu"
+    words += f" --multi_gpu --num_processes 2 --main_process_port {free_port()}"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = run_command([*RUN, *words.split()], cwd=tmp_path, env=offline, timeout=240)
+    assert "dlion/wire_mb_per_step" in done.stdout
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -134,6 +134,7 @@ def test_bad_optim_args_are_refused_at_once(tmp_path: Path, text: str, words: st
         tiny_trainer(args).train()
 
 
+@pytest.mark.oldest
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
     named = trained(tiny_args(tmp_path, optim_args="bits=2"))
     args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4,beta2=0.5")

@@ -306,6 +306,7 @@ class StopOnPlateau(EarlyStoppingCallback):
 
 
 # With four local steps, evaluations end periods early.
+@pytest.mark.oldest
 @pytest.mark.parametrize("optim_args", [None, "vote_every=4"])
 @on_ranks(2)
 def test_training_stops_early_and_ends_with_the_best_model(
