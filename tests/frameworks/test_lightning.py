@@ -44,29 +44,34 @@ def weights(folder: Path) -> list[list[torch.Tensor]]:
     return [torch.load(folder / f"weights_{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("validates", [True, False])
-def test_the_callback_trains_and_resumes_with_the_same_bits(
-    tmp_path: Path, validates: bool
-) -> None:
-    """Saves between two exchanges, if no validation exchanges before."""
+def write_program(folder: Path, more: str, steps: int = 12) -> None:
+    """Writes the page's programs for two ranks on a CPU, with more arguments of the Trainer."""
     callback, program = BLOCKS[:2]
-    (tmp_path / "dlion_callback.py").write_text(callback)
+    (folder / "dlion_callback.py").write_text(callback)
     program = program.replace(
         'accelerator="auto",\n        devices="auto"', 'accelerator="cpu", devices=2'
     )
-    kept = "callbacks=[saver, " if validates else "limit_val_batches=0, callbacks=[saver, "
-    program = program.replace("callbacks=[", kept)
+    program = program.replace("callbacks=[", more)
     program = program.replace("import lightning as L\n", f"import lightning as L\n{RESUMABLE}", 1)
     program = program.replace(
         "batch_size=8))\n", "batch_size=8), ckpt_path=(sys.argv[1:] or [None])[0])\n"
     )
     program += (
         "    lion = trainer.optimizers[0]\n"
-        "    assert lion.steps == 12 and lion.wire.bytes_sent > 0\n"
+        f"    assert lion.steps == {steps} and lion.wire.bytes_sent > 0\n"
         "    params = [p.detach() for p in trainer.model.parameters()]\n"
         "    torch.save(params, f'weights_{trainer.global_rank}.pt')\n"
     )
-    (tmp_path / "train.py").write_text(program)
+    (folder / "train.py").write_text(program)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_the_callback_trains_and_resumes_with_the_same_bits(
+    tmp_path: Path, validates: bool
+) -> None:
+    """Saves between two exchanges, if no validation exchanges before."""
+    more = "" if validates else "limit_val_batches=0, "
+    write_program(tmp_path, f"{more}callbacks=[saver, ")
     run_script(2, ["train.py"], cwd=tmp_path)
     first, second = weights(tmp_path)
     assert all(map(torch.equal, first, second))
@@ -80,6 +85,13 @@ def test_the_callback_trains_and_resumes_with_the_same_bits(
     assert all(map(torch.equal, first, weights(tmp_path)[0]))
     assert all(map(torch.equal, first, weights(tmp_path)[1]))
     assert not torch.equal(first[0], next(iter(saved[0]["state_dict"].values())))
+
+
+def test_the_steps_after_the_last_exchange_are_exchanged_at_the_end(tmp_path: Path) -> None:
+    more = "max_steps=10, limit_val_batches=0, enable_checkpointing=False, callbacks=["
+    write_program(tmp_path, more, steps=10)
+    run_script(2, ["train.py"], cwd=tmp_path)
+    assert all(map(torch.equal, *weights(tmp_path)))
 
 
 def test_fabric_trains_with_votes(tmp_path: Path) -> None:
