@@ -10,6 +10,7 @@ differs between ranks, their momenta.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
 import warnings
@@ -28,6 +29,7 @@ from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Report
 from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.wire import timeout_of
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -99,6 +101,12 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
     else:
         for lion in lions:
             lion.attach(model)
+        # Accelerate drops the handler if there is a process group, as after PartialState().
+        handler = getattr(accelerator, "init_handler", None)
+        if handler is not None and accelerator.is_main_process:
+            what, maker = "InitProcessGroupKwargs: timeout", "an Accelerator or a PartialState"
+            if text := ignored_timeout(handler.timeout, what, maker):
+                warnings.warn(text, stacklevel=2)
     if not hasattr(accelerator, _ATTACHED):
         _wrap(accelerator)
 
@@ -201,6 +209,21 @@ def refuse_unsupported(accelerator: Any, *ways: str) -> None:
             f"ranks with torchrun or accelerate launch --multi_gpu. To train with one process, "
             f"unset WORLD_SIZE"
         )
+
+
+def ignored_timeout(asked: datetime.timedelta, setting: str, maker: str) -> str:
+    """Returns what to do if the process group doesn't have the timeout of a setting, or ""."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    timeout = None if group is None else timeout_of(group)
+    if timeout in (None, asked):
+        return ""
+    seconds, backend = f"{asked.total_seconds():g}", dist.get_backend(group)
+    return (
+        f"{setting}={seconds} has no effect: the process group has a timeout of "
+        f"{timeout.total_seconds():g} seconds. Before you make {maker}, call "
+        f"torch.distributed.init_process_group({backend!r}, "
+        f"timeout=datetime.timedelta(seconds={seconds}))"
+    )
 
 
 def _refuse_other_optimizers(accelerator: Accelerator) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import gc
 import pickle
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
     ProjectConfiguration,
 )
 from torch import Tensor, nn
@@ -42,7 +45,13 @@ class Loop:
     """What a user writes: make, prepare, attach, iterate."""
 
     def __init__(
-        self, *, accumulate: int = 1, project: Any = None, attached: bool = True, **options: Any
+        self,
+        *,
+        accumulate: int = 1,
+        project: Any = None,
+        attached: bool = True,
+        handlers: Sequence[Any] = (),
+        **options: Any,
     ) -> None:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -51,7 +60,10 @@ class Loop:
         self.lion = DistributedLion(self.model.parameters(), lr=1e-2, **options)
         data = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=accumulate, project_config=project
+            cpu=True,
+            gradient_accumulation_steps=accumulate,
+            project_config=project,
+            kwargs_handlers=list(handlers),
         )
         schedule = torch.optim.lr_scheduler.LinearLR(self.lion, total_iters=20)
         self.wrapped, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
@@ -258,6 +270,19 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> Non
         # Accelerate has loaded rank 0's state on all ranks.
         assert same(kept, loop.momenta()) or rank == 1
     loop.close()
+
+
+@on_ranks(2)
+def test_a_timeout_that_accelerate_drops_is_named(rank: int) -> None:
+    for seconds, warns in ((15, True), (180, False)):  # The group has 180.
+        handler = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=seconds))
+        with warned() as texts:
+            Loop(handlers=[handler]).close()
+        texts = [text for text in texts if "has no effect" in text]
+        assert len(texts) == (warns and rank == 0)
+        for text in texts:
+            assert text.startswith("InitProcessGroupKwargs: timeout=15 has no effect: the process")
+            assert "init_process_group('gloo', timeout=datetime.timedelta(seconds=15))" in text
 
 
 @on_ranks(2)

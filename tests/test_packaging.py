@@ -24,6 +24,14 @@ def test_the_version_is_the_same_everywhere():
     assert PROJECT["version"] == CITATION["version"] == hf_dlion.__version__
 
 
+def test_the_page_of_versions_names_the_oldest_of_each_package() -> None:
+    page = (ROOT / "docs" / "install.md").read_text().split("\n## Versions\n")[1]
+    table = re.findall(r"^\| .*", page, re.M)
+    for bound in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["examples"]):
+        assert any(bound.replace(">=", " ") in row for row in table), bound
+    assert f"Python {PROJECT['requires-python'].removeprefix('>=')}," in table[2]
+
+
 def test_the_citation_has_what_its_format_demands_and_the_papers_of_the_pages():
     assert CITATION["cff-version"] == "1.2.0"
     for cited in (CITATION, *CITATION["references"]):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
-from hf_dlion.accelerate import refuse_unsupported, replicas_of
+from hf_dlion.accelerate import ignored_timeout, refuse_unsupported, replicas_of
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.wire import timeout_of
 from hf_dlion.trainer.optim_args import OPTIM_NAME
 
 logger = logging.get_logger(__name__)
@@ -46,19 +44,12 @@ def warn_about_timeout(args: TrainingArguments) -> None:
     With `use_cpu`, transformers passes `ddp_timeout` to nobody; it also can't change a group that
     was initialized before.
     """
-    if args.world_size == 1 or args.process_index or not dist.is_initialized():
-        return
-    asked, group = datetime.timedelta(seconds=args.ddp_timeout), dist.group.WORLD
     default = type(args).__dataclass_fields__["ddp_timeout"].default
-    timeout = None if group is None else timeout_of(group)
-    if timeout is not None and asked != timeout and args.ddp_timeout != default:
-        seconds, backend = f"{args.ddp_timeout:g}", dist.get_backend(group)
-        logger.warning_once(
-            f"ddp_timeout={seconds} has no effect: the process group has a timeout of "
-            f"{timeout.total_seconds():g} seconds. Before you make TrainingArguments, call "
-            f"torch.distributed.init_process_group({backend!r}, "
-            f"timeout=datetime.timedelta(seconds={seconds}))"
-        )
+    if args.world_size == 1 or args.process_index or args.ddp_timeout == default:
+        return
+    asked = datetime.timedelta(seconds=args.ddp_timeout)
+    if text := ignored_timeout(asked, "ddp_timeout", "TrainingArguments"):
+        logger.warning_once(text)
 
 
 def warn_about_other_optimizer(trainer: Trainer, optimizer: Any) -> None:
