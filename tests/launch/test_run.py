@@ -121,9 +121,10 @@ def test_what_cannot_run_is_refused_with_a_reason(words: list[str], code: int, r
 
 
 def test_an_option_of_the_program_is_not_taken_for_one_of_python() -> None:
-    program = "import sys; print(sys.argv)"
-    done = output_of([*RUN, sys.executable, "-c", program, "-I"])
-    assert done.stdout == "['-c', '-I']\n"
+    program = "import sys; print(sys.argv)  # -IES"
+    for words in (["-c", program], [f"-c{program}"]):
+        done = output_of([*RUN, sys.executable, *words, "-I"])
+        assert done.stdout == "['-c', '-I']\n"
 
 
 # In which processes the name is valid
