@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.checkpoint import NAME, find_optimizer, load_momentum, save_momentum
+from hf_dlion.checkpoint import NAME, find_optimizer, load_for, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Report
@@ -339,7 +339,7 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
     with lions[0][1].peers.all_or_none(rest, can_meet=not is_sharded(accelerator)):
         original()
     states = [
-        load_momentum(lion, folders[0], failure=rest.failure, name=name, caller="Accelerate")
+        load_for("Accelerate", lion, folders[0], failure=rest.failure, name=name)
         for name, lion in lions
     ]
     if states[0] is not None and accelerator.scaler is not None:

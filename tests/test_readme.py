@@ -47,10 +47,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_is_short_enough_to_be_read_to_the_end():
-    assert 600 <= len(README.split()) <= 750
-
-
 @pytest.mark.oldest
 @pytest.mark.multiproc
 def test_the_quick_start_trains_as_it_stands(tmp_path: Path) -> None:

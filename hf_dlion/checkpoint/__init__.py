@@ -1,6 +1,13 @@
-"""Saves and loads what differs between ranks: momenta and, with local steps, weights."""
+"""Saves and loads what differs between ranks: their momenta."""
 
 from hf_dlion.checkpoint.momentum_file import NAME, CheckpointError
-from hf_dlion.checkpoint.save_load import find_optimizer, load_momentum, save_momentum
+from hf_dlion.checkpoint.save_load import find_optimizer, load_for, load_momentum, save_momentum
 
-__all__ = ["NAME", "CheckpointError", "find_optimizer", "load_momentum", "save_momentum"]
+__all__ = [
+    "NAME",
+    "CheckpointError",
+    "find_optimizer",
+    "load_for",
+    "load_momentum",
+    "save_momentum",
+]

@@ -113,7 +113,6 @@ def load_momentum(
     *,
     failure: BaseException | None = None,
     name: str = NAME,
-    caller: Caller = "loop",
 ) -> dict[str, Any] | None:
     """Loads this rank's momentum from `folder`; every rank must call this.
 
@@ -135,8 +134,6 @@ def load_momentum(
         failure: Error with which this rank failed to load the rest of the checkpoint. All ranks
             then raise (default: None).
         name: Prefix of the file's name, as in `save_momentum`.
-        caller: Who loads, "loop", "Trainer", or "Accelerate": decides what errors advise (default:
-            "loop").
 
     Returns:
         The GradScaler's state that was saved with the momentum, or None.
@@ -149,6 +146,18 @@ def load_momentum(
         LostRank: If another rank ended or stalled.
         BaseException: `failure`.
     """
+    return load_for("loop", optimizer, folder, failure=failure, name=name)
+
+
+def load_for(
+    caller: Caller,
+    optimizer: object,
+    folder: str | os.PathLike[str],
+    *,
+    failure: BaseException | None = None,
+    name: str = NAME,
+) -> dict[str, Any] | None:
+    """Loads as `load_momentum`, with errors that advise what the caller can do."""
     lion = _unwrapped(optimizer)
     ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
     at = _position(ranks)
@@ -165,7 +174,7 @@ def load_momentum(
         )
     _restore(lion, loaded)
     if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     return loaded.header.scaler
 
 

@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import is_sharded, replicas_of
-from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_momentum, save_momentum
+from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_for, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Report
 from hf_dlion.ranks.meeting import Kind
@@ -349,7 +349,7 @@ def _load_scaler(
             f"{checkpoint} holds weights only (save_only_model), so momenta aren't loaded"
         )
         return
-    state, scaler = load_momentum(lion, checkpoint, caller="Trainer"), _scaler(trainer)
+    state, scaler = load_for("Trainer", lion, checkpoint), _scaler(trainer)
     if state is not None and scaler is not None:
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 
