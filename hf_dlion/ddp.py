@@ -179,7 +179,8 @@ def attach(model: nn.Module, owner: Owner) -> None:
             "optimizer was created for"
         )
     ddp_ranks = dist.get_process_group_ranks(ddp.process_group)
-    owner_ranks = dist.get_process_group_ranks(owner.process_group)
+    # torch 2.6 doesn't take None.
+    owner_ranks = dist.get_process_group_ranks(owner.process_group or dist.group.WORLD)
     if ddp_ranks != owner_ranks:
         raise ValueError(
             f"the DDP wrapper averages over ranks {ddp_ranks}, but the optimizer votes among ranks "
