@@ -429,7 +429,7 @@ class DistributedLion(torch.optim.Optimizer):
         context, ranks = self._context(1), self.peers.ranks
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.counts, strict=True):
-            slot.target = slot.p if count else None
+            slot.moving = slot.p if count else None
         if ranks is None or ranks.voters.world_size == 1:
             context.age_rows(layout.slots)
             plain_lion(layout.all_messages, context)

@@ -299,7 +299,7 @@ class Layout:
         """Forgets tensors whose memory the user may free between two steps."""
         for slot in self.slots:
             slot.part = slot.p = NO_TENSOR
-            slot.target = slot.grad = slot.momentum = None
+            slot.moving = slot.grad = slot.momentum = None
 
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
         """Drops gradients and momenta of tensors on which this rank's voter abstains.

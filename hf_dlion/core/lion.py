@@ -39,7 +39,7 @@ def apply_verdict(message: Message, verdict: Verdict, rule: Rule, context: StepC
     """Moves a message's parameters by its verdict, to the same bits on every rank."""
     active = message.rows.by_word(verdict.active)
     for piece in message.pieces:
-        if piece.has(Field.TARGET):
+        if piece.has(Field.MOVING):
             delta = piece.memory("direction", context.scratch)
             lr = float(context.groups[piece.group]["lr"])
             planes = [plane[piece.words] for plane in verdict.planes]
@@ -50,7 +50,7 @@ def apply_verdict(message: Message, verdict: Verdict, rule: Rule, context: StepC
 def plain_lion(messages: Iterable[Message], context: StepContext, *, exact: bool = False) -> None:
     """Takes Lion's step without votes: v = sign(u), sign(0) = 0; see `direction`."""
     for piece in (piece for message in messages for piece in message.pieces):
-        if piece.has(Field.TARGET):
+        if piece.has(Field.MOVING):
             sign = direction(piece, context, exact=exact).sign_()
             delta = sign.mul_(float(context.groups[piece.group]["lr"]))
             _decay_and_subtract(piece, delta, context)
@@ -58,9 +58,9 @@ def plain_lion(messages: Iterable[Message], context: StepContext, *, exact: bool
 
 def _decay_and_subtract(piece: Piece, delta: Tensor, context: StepContext) -> None:
     """Decays p and subtracts delta, rounding twice: processors differ in fused operations."""
-    group, p = context.groups[piece.group], piece.read(Field.TARGET, context.scratch)
+    group, p = context.groups[piece.group], piece.read(Field.MOVING, context.scratch)
     p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(delta)
-    piece.write(Field.TARGET, p, partial(context.random, PARAMETERS))
+    piece.write(Field.MOVING, p, partial(context.random, PARAMETERS))
 
 
 def local_step(messages: Iterable[Message], context: StepContext) -> None:
@@ -73,15 +73,15 @@ def local_step(messages: Iterable[Message], context: StepContext) -> None:
 def _local_step(piece: Piece, context: StepContext) -> None:
     # lr * sign(u) is exact, so a fused add rounds as two operations do.
     sign, lr = direction(piece, context).sign_(), float(context.groups[piece.group]["lr"])
-    p = piece.read(Field.TARGET, context.scratch)
+    p = piece.read(Field.MOVING, context.scratch)
     if not piece.is_low:
-        piece.write(Field.TARGET, p.add_(sign, alpha=-lr), partial(context.random, PARAMETERS))
+        piece.write(Field.MOVING, p.add_(sign, alpha=-lr), partial(context.random, PARAMETERS))
         return
     y = torch.add(
         p, piece.read(Field.COMPENSATION, context.scratch), out=piece.memory("own", context.scratch)
     )
-    piece.write(Field.TARGET, y.add_(sign, alpha=-lr), None, without_infs=True)
-    left = y.sub_(piece.read(Field.TARGET, context.scratch))
+    piece.write(Field.MOVING, y.add_(sign, alpha=-lr), None, without_infs=True)
+    left = y.sub_(piece.read(Field.MOVING, context.scratch))
     piece.write(
         Field.COMPENSATION,
         left,
@@ -92,14 +92,14 @@ def _local_step(piece: Piece, context: StepContext) -> None:
 
 def move_from_anchor(piece: Piece, mean: Tensor, context: StepContext) -> None:
     """Ends a period of local steps: p = (x - d) * D, with the mean d of the displacements."""
-    p = piece.read(Field.TARGET, context.scratch)
+    p = piece.read(Field.MOVING, context.scratch)
     torch.sub(piece.read(Field.ANCHOR, context.scratch), mean, out=p)
     decays = [decay_of(stretch.slot) for stretch in piece.stretches]
     if len(set(decays)) == 1:
         p.mul_(decays[0])
     else:  # A parameter began to train within the period.
         p.view(-1, WORD).mul_(piece.by_word(decays, p).view(-1, 1))
-    piece.write(Field.TARGET, p, partial(context.random, PARAMETERS))
+    piece.write(Field.MOVING, p, partial(context.random, PARAMETERS))
 
 
 def decay_of(slot: Slot) -> float:

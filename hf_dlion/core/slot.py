@@ -88,7 +88,7 @@ class Slot:
         param: The model's parameter, a DTensor with FSDP2.
         part: This rank's part of the parameter, with its shape.
         p: The weights in the model, `part` in memory order.
-        target: `p` if they move; None otherwise.
+        moving: `p` if this step moves it; None otherwise.
         grad: Gradient, changed only by unscaling; None if this rank's voter abstains.
         momentum: Momentum of `grad`, changed in place.
         idle: Rows of `grad` that are zero, bool, shape (R,); None if none is.
@@ -109,7 +109,7 @@ class Slot:
     param: Tensor = NO_TENSOR
     part: Tensor = NO_TENSOR
     p: Tensor = NO_TENSOR
-    target: Tensor | None = None
+    moving: Tensor | None = None
     grad: Tensor | None = None
     momentum: Tensor | None = None
     idle: Tensor | None = None
@@ -130,12 +130,12 @@ class Slot:
     @property
     def anchor(self) -> Tensor | None:
         """The anchor x of local steps, if the tensor moves."""
-        return None if self.target is None or self.local is None else flat_view(self.local.anchor)
+        return None if self.moving is None or self.local is None else flat_view(self.local.anchor)
 
     @property
     def compensation(self) -> Tensor | None:
         """The compensation c of a tensor of 16 bits, if it moves by local steps."""
-        if self.target is None or self.local is None or self.local.compensation is None:
+        if self.moving is None or self.local is None or self.local.compensation is None:
             return None
         return flat_view(self.local.compensation)
 
@@ -165,7 +165,7 @@ class Field(enum.Enum):
 
     GRAD = "grad"
     MOMENTUM = "momentum"
-    TARGET = "target"
+    MOVING = "moving"
     ANCHOR = "anchor"
     COMPENSATION = "compensation"
     DISPLACEMENT = "displacement"
@@ -175,7 +175,7 @@ class Field(enum.Enum):
 _TENSORS: dict[Field, Callable[[Slot], Tensor | None]] = {
     Field.GRAD: lambda slot: slot.grad,
     Field.MOMENTUM: lambda slot: slot.momentum,
-    Field.TARGET: lambda slot: slot.target,
+    Field.MOVING: lambda slot: slot.moving,
     Field.ANCHOR: lambda slot: slot.anchor,
     Field.COMPENSATION: lambda slot: slot.compensation,
     Field.DISPLACEMENT: lambda slot: slot.displacement,

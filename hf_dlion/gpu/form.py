@@ -140,7 +140,7 @@ def end_period(
         launches.end_period(message, verdict, rule, unit, context)
         return
     for piece in message.pieces:
-        if piece.has(Field.TARGET):
+        if piece.has(Field.MOVING):
             lion.move_from_anchor(piece, mean(piece), context)
 
 

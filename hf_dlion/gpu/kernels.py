@@ -25,7 +25,7 @@ SKIPPED = tl.constexpr(int(Column.SKIPPED))
 ROW_WORDS = tl.constexpr(int(Column.ROW_WORDS))
 GRAD = tl.constexpr(int(Column.GRAD))
 MOMENTUM = tl.constexpr(int(Column.MOMENTUM))
-TARGET = tl.constexpr(int(Column.TARGET))
+MOVING = tl.constexpr(int(Column.MOVING))
 ANCHOR = tl.constexpr(int(Column.ANCHOR))
 COMPENSATION = tl.constexpr(int(Column.COMPENSATION))
 OLD = tl.constexpr(int(Column.OLD))
@@ -212,8 +212,8 @@ def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE:
         move = tl.where(n == 0, 0.0, move)
         if RULE == "zero":
             move = tl.where(_bits(planes, line, word, 1, stride) != 0, 0.0, move)
-    p = _load(line, TARGET, elements(word), P, FULL) * _number(line, DECAY) - move
-    _store(p, line, TARGET, word, P, FULL, _random(line, word, KEY_PARAM, P))
+    p = _load(line, MOVING, elements(word), P, FULL) * _number(line, DECAY) - move
+    _store(p, line, MOVING, word, P, FULL, _random(line, word, KEY_PARAM, P))
 
 
 @triton.jit
@@ -224,11 +224,11 @@ def _own_step(line, word, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOC
     if G is not None:
         u = _direction(line, word, G, M, FULL)
         step = tl.where(u > 0.0, lr, tl.where(u < 0.0, lr * -1.0, 0.0))
-    p = _load(line, TARGET, elements(word), P, FULL)
+    p = _load(line, MOVING, elements(word), P, FULL)
     if LOCAL and P == tl.bfloat16:
         y = _finite(p + _load(line, COMPENSATION, elements(word), P, FULL) - step)
         to_nearest = 0x7FFF + ((y.to(tl.uint32, bitcast=True) >> 16) & 1)
-        left = y - _store(y, line, TARGET, word, P, FULL, to_nearest)
+        left = y - _store(y, line, MOVING, word, P, FULL, to_nearest)
         _store(
             _finite(left),
             line,
@@ -240,7 +240,7 @@ def _own_step(line, word, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOC
         )
     else:
         p = p * _number(line, DECAY) - step
-        _store(p, line, TARGET, word, P, FULL, _random(line, word, KEY_PARAM, P))
+        _store(p, line, MOVING, word, P, FULL, _random(line, word, KEY_PARAM, P))
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def _end_period(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr,
     """Moves from the anchor by the mean of what the ranks were moved (section 9)."""
     d = _mean(planes, line, word, stride, n, N, TOP) * _number(line, UNIT)
     p = (_load(line, ANCHOR, elements(word), P, FULL) - d) * _number(line, DECAY)
-    _store(p, line, TARGET, word, P, FULL, _random(line, word, KEY_PARAM, P))
+    _store(p, line, MOVING, word, P, FULL, _random(line, word, KEY_PARAM, P))
 
 
 @triton.jit
@@ -288,7 +288,7 @@ def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64
     program = tl.program_id(0).to(tl.int64)
     line = find(table, lines, half, PROGRAM, program)
     first, size = (program - tl.load(line + PROGRAM)) * TILES, tl.load(line + SIZE)
-    addresses = tl.load(line + GRAD) | tl.load(line + MOMENTUM) | tl.load(line + TARGET)
+    addresses = tl.load(line + GRAD) | tl.load(line + MOMENTUM) | tl.load(line + MOVING)
     addresses |= tl.load(line + ANCHOR) | tl.load(line + COMPENSATION)
     for tile in range(first, first + TILES):
         if ((tile + 1) * ROWS * 64 <= size) & (addresses % 16 == 0):

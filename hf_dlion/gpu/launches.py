@@ -98,12 +98,12 @@ class KernelVote:
         lines = slot_lines(message)
         is_encoded = context.bits == 1
         voting = [own for own in lines if is_encoded and own.slot.grad is not None]
-        moving = [own for own in lines if own.slot.target is not None]
+        moving = [own for own in lines if own.slot.moving is not None]
         numbers = _numbers(context)
         keys = {Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter)}
         self._encode = _add(table, voting, (Field.GRAD, Field.MOMENTUM), numbers, keys)
         keys = {Column.KEY_PARAM: _key(context, PARAMETERS)}
-        self._move = _add(table, moving, (Field.TARGET,), numbers, keys)
+        self._move = _add(table, moving, (Field.MOVING,), numbers, keys)
 
     def encode(self) -> Votes:
         """Returns the votes, those of one bit packed for every route, and updates the momenta."""
@@ -130,8 +130,8 @@ class KernelVote:
 def plain_lion(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a step without votes on messages of one device; see `lion.plain_lion`."""
     lines = [own for message in messages for own in slot_lines(message)]
-    moving = [own for own in lines if own.slot.target is not None]
-    fields = Field.GRAD, Field.MOMENTUM, Field.TARGET
+    moving = [own for own in lines if own.slot.moving is not None]
+    fields = Field.GRAD, Field.MOMENTUM, Field.MOVING
     keys = {
         Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter),
         Column.KEY_PARAM: _key(context, PARAMETERS),
@@ -144,7 +144,7 @@ def local_step(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a local step on messages of one device; see `lion.local_step`."""
     lines = [own for message in messages for own in slot_lines(message)]
     moving = [own for own in lines if own.slot.grad is not None]
-    fields = Field.GRAD, Field.MOMENTUM, Field.TARGET, Field.COMPENSATION
+    fields = Field.GRAD, Field.MOMENTUM, Field.MOVING, Field.COMPENSATION
     numbers = {**_numbers(context), Column.DECAY: lambda slot: 1.0}  # The end of the period decays.
     keys = {
         Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter),
@@ -162,7 +162,7 @@ def end_period(
     numbers = {Column.UNIT: unit, Column.DECAY: decay_of}
     keys = {Column.KEY_PARAM: _key(context, PARAMETERS)}
     moving = [own for own in slot_lines(message) if own.slot.anchor is not None]
-    lines = _add(Table(message.device), moving, (Field.TARGET, Field.ANCHOR), numbers, keys)
+    lines = _add(Table(message.device), moving, (Field.MOVING, Field.ANCHOR), numbers, keys)
     _by_verdict("end of period", lines, verdict, ranks=rule.ranks, top=rule.top)
 
 
@@ -190,11 +190,11 @@ def each_tile(
 
 
 # Tensors whose types choose a kernel's variant, and columns of tensors' addresses.
-_TYPED = (Field.GRAD, Field.MOMENTUM, Field.TARGET)
+_TYPED = (Field.GRAD, Field.MOMENTUM, Field.MOVING)
 _COLUMNS = {
     Field.GRAD: Column.GRAD,
     Field.MOMENTUM: Column.MOMENTUM,
-    Field.TARGET: Column.TARGET,
+    Field.MOVING: Column.MOVING,
     Field.ANCHOR: Column.ANCHOR,
     Field.COMPENSATION: Column.COMPENSATION,
 }

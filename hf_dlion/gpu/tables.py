@@ -48,7 +48,7 @@ class Column(enum.IntEnum):
     ROW_WORDS = 5
     GRAD = 6
     MOMENTUM = 7
-    TARGET = 8
+    MOVING = 8
     ANCHOR = 9
     COMPENSATION = 10
     OLD = 11

@@ -147,6 +147,6 @@ def _small(types: _Types, device: torch.device, options: Options) -> Slot:
     slot = Slot.of(param, 0)
     slot.full_precision, slot.param, slot.part = types.full_precision, param, param.detach()
     slot.p = slot.part
-    slot.target, slot.grad = slot.p, torch.ones_like(slot.p, dtype=types.grad_dtype)
+    slot.moving, slot.grad = slot.p, torch.ones_like(slot.p, dtype=types.grad_dtype)
     slot.momentum = torch.zeros_like(slot.p, dtype=options.momentum_dtype)
     return slot

@@ -68,7 +68,7 @@ def average_displacements(
     scale.set_magnitudes(layout.slots, by_voter)
     for slot, count, *found in zip(layout.slots, counts, *by_voter, strict=True):
         if not count and not any(found):  # No rank moved it.
-            slot.target = None
+            slot.moving = None
     stats.drift = []
     source = partial(displacement, context=context)
     tasks = []
@@ -80,7 +80,7 @@ def average_displacements(
     set_means(layout, Field.DISPLACEMENT, [voters.world_size] * len(layout.slots), voters)
     stats.lap("exchange_s", layout.device)
     for piece in (piece for message in layout.full_precision for piece in message.pieces):
-        if piece.has(Field.TARGET):
+        if piece.has(Field.MOVING):
             move_from_anchor(piece, piece.read(Field.MEAN, context.scratch), context)
     for slot in layout.slots:
         slot.mean = None
@@ -135,7 +135,7 @@ def _forget_move(slot: Slot) -> None:
     if slot.compensation is not None:
         slot.compensation.zero_()
     if not slot.p.isfinite().all():
-        slot.target = None
+        slot.moving = None
 
 
 def _refuse_replaced(layout: Layout, amounts: Sequence[Sequence[float]], ranks: Topology) -> None:
@@ -188,14 +188,14 @@ def _was_replaced(slot: Slot, amount: float) -> bool:
 
 def displacement(piece: Piece, context: StepContext) -> Tensor:
     """Returns how far this rank's weights are from the anchor, in scratch memory."""
-    x, p = piece.read(Field.ANCHOR, context.scratch), piece.read(Field.TARGET, context.scratch)
+    x, p = piece.read(Field.ANCHOR, context.scratch), piece.read(Field.MOVING, context.scratch)
     w = torch.sub(x, p, out=piece.memory("direction", context.scratch))
     return w.sub_(piece.read(Field.COMPENSATION, context.scratch)) if piece.is_low else w
 
 
 def move_by_mean(message: Message, context: StepContext, stats: WireStats, mean: Mean) -> None:
     """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
-    moving = [piece for piece in message.pieces if piece.has(Field.TARGET)]
+    moving = [piece for piece in message.pieces if piece.has(Field.MOVING)]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
         stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.own(head)))
     form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)

@@ -188,7 +188,7 @@ class LocalSteps:
             slot.local.used |= slot.grad is not None
             slot.local.decay *= shrink[slot.group]
             slot.local.path += lrs[slot.group]
-            slot.target = None if slot.grad is None else slot.p
+            slot.moving = None if slot.grad is None else slot.p
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
         self.period, self._met = self.next_period, layout
@@ -210,7 +210,7 @@ class LocalSteps:
         stats, number = ranks.voters.stats, self.exchanges + 1
         stats.lap("", layout.device)
         for slot in layout.slots:
-            slot.target = None if slot.local is None else slot.p
+            slot.moving = None if slot.local is None else slot.p
         # Votes, and the rounding of what moves, depend on the number of the exchange.
         texts = average_displacements(layout, counts, replace(context, step=number), ranks)
         stats.exchanges += 1

@@ -22,9 +22,9 @@ def set_means(layout: Layout, field: Field, counts: Sequence[int], wire: Wire) -
     for slot in layout.slots:
         if slot.full_precision:
             slot.mean = None
-            if slot.target is not None:
+            if slot.moving is not None:
                 wide = torch.promote_types(slot.dtype, torch.float32)
-                slot.mean = torch.zeros_like(slot.target, dtype=wide)
+                slot.mean = torch.zeros_like(slot.moving, dtype=wide)
                 if (tensor := slot.get(field)) is not None:
                     slot.mean.copy_(tensor)
     for message in layout.full_precision:

@@ -324,7 +324,7 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
         assert param.grad is not None
         slot.param, slot.part, slot.grad = param, param.detach(), flat_view(param.grad)
         slot.p = flat_view(slot.part)
-        slot.target, slot.momentum = slot.p, torch.zeros_like(slot.p)
+        slot.moving, slot.momentum = slot.p, torch.zeros_like(slot.p)
     return Layout(slots=slots)
 
 
