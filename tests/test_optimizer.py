@@ -145,7 +145,7 @@ def test_bytes_equal_the_formula(rank: int, ranks: int, case: dict[str, Any]) ->
     if case.get("aggregation") == "average":
         planes = ranks.bit_length()
     for own in optimizer.params.layout({}).messages:
-        numbers = {"words": own.words, "rows": own.rows.count, "bits": case.get("bits", 1)}
+        numbers = {"words": own.words, "rows": len(own.rows), "bits": case.get("bits", 1)}
         gather, two_phase = (
             wire_bytes(name, ranks=ranks, planes=planes, **numbers)
             for name in ("gather", "two_phase")

@@ -152,7 +152,7 @@ class Votes(Workers):
             context = self._context(0)
             verdict = Verdict(verdict_planes(planes, by_word, rule, context.phase), voters)
             apply_verdict(message, verdict, rule, context)
-            sizes = {"ranks": ranks, "words": message.words, "rows": message.rows.count}
+            sizes = {"ranks": ranks, "words": message.words, "rows": len(message.rows)}
             sizes |= {"bits": options.bits, "planes": rule.planes}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
         self.bytes_sent += HEADER_BYTES * (ranks - 1)

@@ -215,7 +215,7 @@ class Message:
 
     def rows_with(self, words: Tensor) -> Tensor:
         """Returns which rows have at least one set word, bool, shape (R,), from a flag per word."""
-        count = torch.zeros(self.rows.count, dtype=torch.int32, device=self.device)
+        count = torch.zeros(len(self.rows), dtype=torch.int32, device=self.device)
         return count.index_add_(0, self.rows.of_word, words.to(torch.int32)) > 0
 
     def add(self, slot: Slot, start: int, stop: int, first: int, limit: int) -> int:

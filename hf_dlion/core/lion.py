@@ -37,7 +37,7 @@ Source = Callable[[Piece], Tensor]
 
 def apply_verdict(message: Message, verdict: Verdict, rule: Rule, context: StepContext) -> None:
     """Moves a message's parameters by its verdict, to the same bits on every rank."""
-    active = message.rows.by_word(verdict.active)
+    active = message.rows.by_word(verdict.row_voters)
     for piece in message.pieces:
         if piece.has(Field.MOVING):
             delta = piece.memory("direction", context.scratch)
@@ -169,7 +169,7 @@ def encode(
             words[piece.words] = active
             all_active = False
     if all_active:
-        return Votes(planes, torch.ones(message.rows.count, dtype=torch.bool), message.rows)
+        return Votes(planes, torch.ones(len(message.rows), dtype=torch.bool), message.rows)
     active = message.rows_with(words)
     planes *= active[message.rows.of_word]
     return Votes(planes, active, message.rows)

@@ -72,13 +72,13 @@ class Average:
     """The mean of the votes, 0 for a rank that abstains (Liu et al. 2024, Algorithm 1, "Avg").
 
     Args:
-        ranks: Number of ranks N.
+        voters: Number of voters N.
         bits: Bits per vote.
     """
 
-    def __init__(self, ranks: int, bits: int) -> None:
-        self.name, self.ranks, self.top = "average", ranks, TOP[bits]
-        self.planes = (ranks * self.top).bit_length()
+    def __init__(self, voters: int, bits: int) -> None:
+        self.name, self.voters, self.top = "average", voters, TOP[bits]
+        self.planes = (voters * self.top).bit_length()
 
     def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
         """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
@@ -91,11 +91,11 @@ class Average:
         """Returns factor * v; v = (2 * sum - n * top) / N and factor * v are rounded once each."""
         numbers_of(planes, out).mul_(2.0)
         if active is None:
-            out.sub_(self.ranks * self.top)
+            out.sub_(self.voters * self.top)
         else:
             out.view(-1, WORD).sub_((active * self.top).view(-1, 1))
-        if self.ranks > 1:
-            divided(out, self.ranks)
+        if self.voters > 1:
+            divided(out, self.voters)
         return out if factor == 1.0 else out.mul_(factor)
 
 

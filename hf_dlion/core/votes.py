@@ -14,11 +14,10 @@ from hf_dlion.core.rule import Rule, verdict_planes
 
 
 class Rows:
-    """The rows of a message, each of complete words: those of matrices, or complete tensors.
+    """The R rows of a message, each of complete words: those of matrices, or complete tensors.
 
     Attributes:
         lengths: Rows of one length that follow one another: their number, and words per row.
-        count: Number of rows R.
         device: Device of the message.
     """
 
@@ -28,7 +27,11 @@ class Rows:
         """Leaves the tables to their first use, because most messages never need them."""
         self.lengths, self.device, self._words = lengths, device, words
         self._slices: dict[tuple[int, int], Rows] = {}
-        self.count = sum(count for count, _ in lengths)
+        self._count = sum(count for count, _ in lengths)
+
+    def __len__(self) -> int:
+        """Returns the number of rows R."""
+        return self._count
 
     @property
     def first_word(self) -> int:
@@ -41,12 +44,12 @@ class Rows:
         """Index of each word's row, int32, shape (W,), on `device`."""
         first, end = self._words.start or 0, self._words.stop
         rows_of, word, row = [torch.zeros(0, dtype=torch.int64)], 0, 0
-        for rows, words in self.lengths:
-            stop = rows * words if end is None else min(end - word, rows * words)
-            start = max(first - word, 0)
+        for row_count, row_words in self.lengths:
+            words = row_count * row_words
+            start, stop = max(first - word, 0), words if end is None else min(end - word, words)
             if start < stop:
-                rows_of.append(row + torch.arange(start, stop) // words)
-            word, row = word + rows * words, row + rows
+                rows_of.append(row + torch.arange(start, stop) // row_words)
+            word, row = word + words, row + row_count
         return torch.cat(rows_of).to(torch.int32).to(self.device)
 
     def by_word(self, numbers: Tensor | None, words: slice = slice(None)) -> Tensor | None:
@@ -84,31 +87,32 @@ class Votes:
 class Verdict:
     """The result of the votes on one message, equal on all ranks.
 
-    Its planes are int64, shape (W,) each, contiguous. `active` is the number of active ranks by
-    row, int32 or int64, shape (R,), or None if all are active.
+    Its planes are int64, shape (W,) each, contiguous. `row_voters` is the number of voters that
+    vote on each row, int32 or int64, shape (R,), or None if all do.
     """
 
     planes: Planes
-    active: Tensor | None
+    row_voters: Tensor | None
 
 
 def verdict_on(
     planes: Tensor, active: Tensor, rows: Rows, words: slice, rule: Rule, phase: int
 ) -> Verdict:
-    """Returns the verdict of all ranks' votes on a slice of the words of `rows`.
+    """Returns the verdict of all voters' votes on a slice of the words of `rows`.
 
-    `planes` has shape (ranks, bits, W), `active` one bit per row, shape (ranks, ceil(R / 64)).
-    `phase` is the number whose parity decides ties.
+    `planes` has shape (N, bits, W), and `active` one bit per row, shape (N, ceil(R / 64)). `phase`
+    is the number whose parity decides ties.
     """
-    ranks, device = len(planes), planes.device
-    bits_of_rows = torch.empty(active.shape[1] * WORD, dtype=torch.float32, device=device)
-    number = torch.zeros(rows.count, dtype=torch.int64, device=device)
-    for flags in active:
-        number += unpack(flags.contiguous(), 0.0, 1.0, bits_of_rows)[: rows.count].to(torch.int64)
-    all_vote = device.type == "cpu" and bool((number == ranks).all())  # A GPU would wait for it.
-    by_row = None if all_vote else number
-    by_rank = [list(of_rank) for of_rank in planes[:, :, : words.stop - words.start]]
-    return Verdict(verdict_planes(by_rank, rows.by_word(by_row, words), rule, phase), by_row)
+    voters, device = len(planes), planes.device
+    row_flags = torch.empty(active.shape[1] * WORD, dtype=torch.float32, device=device)
+    total = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    for packed in active:
+        total += unpack(packed.contiguous(), 0.0, 1.0, row_flags)[: len(rows)].to(torch.int64)
+    all_vote = device.type == "cpu" and bool((total == voters).all())  # A GPU would wait for it.
+    row_voters = None if all_vote else total
+    by_voter = [list(of_voter) for of_voter in planes[:, :, : words.stop - words.start]]
+    word_voters = rows.by_word(row_voters, words)
+    return Verdict(verdict_planes(by_voter, word_voters, rule, phase), row_voters)
 
 
 def packed_rows(active: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from hf_dlion.core.rule import Average, Rule
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.core.votes import Rows, Verdict, Votes
 from hf_dlion.gpu import launches
-from hf_dlion.gpu.launches import MOST_RANKS, KernelVote
+from hf_dlion.gpu.launches import MOST_VOTERS, KernelVote
 
 # Types of devices on which the kernels run, and dtypes of their tensors.
 DEVICES = ("cuda",)
@@ -46,9 +46,9 @@ def refusal(device: torch.device) -> str:
 
 def new_warnings() -> list[str]:
     """Returns the warnings since the last call, for the end of a step."""
-    texts = [*_warnings]
+    warnings = [*_warnings]
     _warnings.clear()
-    return texts
+    return warnings
 
 
 def try_out(trial: Callable[[], None], device: torch.device) -> None:
@@ -74,9 +74,9 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
         )
 
 
-def covers(message: Message, ranks: int = 1) -> bool:
+def covers(message: Message, voters: int = 1) -> bool:
     """Returns whether the kernels do the work of a message that so many voters exchange."""
-    if message.device.type not in DEVICES or ranks > MOST_RANKS:
+    if message.device.type not in DEVICES or voters > MOST_VOTERS:
         return False
     for slot in (span.slot for span in message.spans):
         tensors = slot.p, slot.grad, slot.momentum
@@ -105,7 +105,7 @@ class TorchVote:
         lion.apply_verdict(self._message, verdict, rule, self._context)
 
 
-def vote_on(message: Message, context: StepContext) -> TorchVote | KernelVote:
+def vote_of(message: Message, context: StepContext) -> TorchVote | KernelVote:
     """Returns a step by votes on a message, in its form."""
     chosen = KernelVote if covers(message, context.voters) else TorchVote
     return chosen(message, context)
@@ -136,7 +136,7 @@ def end_period(
     Kernels decode the mean from the verdict, whose levels are multiples of a slot's `unit`. Torch
     operations get a piece's mean from `mean`.
     """
-    if covers(message, rule.ranks):
+    if covers(message, rule.voters):
         launches.end_period(message, verdict, rule, unit, context)
         return
     for piece in message.pieces:
@@ -149,12 +149,12 @@ def verdict_on(
 ) -> Verdict:
     """Returns the verdict of all ranks' votes on a slice of a message's words.
 
-    `planes` has shape (ranks, bits, W), and `active` one bit per row, shape (ranks, ceil(R / 64)).
+    `planes` has shape (N, bits, W), and `active` one bit per row, shape (N, ceil(R / 64)).
     Kernels return planes of `size` words, with zeros after the slice.
     """
-    ranks, bits, _ = planes.shape
+    voters, bits, _ = planes.shape
     device = planes.device
-    if bits == 1 and ranks <= MOST_RANKS and device.type != "cpu" and not refusal(device):
+    if bits == 1 and voters <= MOST_VOTERS and device.type != "cpu" and not refusal(device):
         return launches.verdict_on(planes, active, rows, words, rule, phase, size)
     return votes.verdict_on(planes, active, rows, words, rule, phase)
 
@@ -167,6 +167,6 @@ def _launched(messages: Iterable[Message], work: Callable[[list[Message]], None]
             covered.setdefault(message.device, []).append(message)
         else:
             others.append(message)
-    for same in covered.values():
-        work(same)
+    for of_device in covered.values():
+        work(of_device)
     return others

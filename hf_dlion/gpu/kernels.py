@@ -1,9 +1,9 @@
 """Triton kernels for a step's work on a GPU, in which every byte is read and written once.
 
 `launches` launches them: `each_tile` once for all tensors of a message, on a table with a line for
-each stretch of a tensor, and `abstain` and `count` for the words of a message, on a table of its
-rows. A program finds the line that it works on (`tables.Table`). No number is specialized, so one
-compiled kernel serves all of them, and a later step doesn't wait for the compiler.
+each stretch of a tensor, and `abstain` and `count_votes` for the words of a message, on a table of
+its rows. A program finds the line that it works on (`tables.Table`). No number is specialized, so
+one compiled kernel serves all of them, and a later step doesn't wait for the compiler.
 
 They take tensors of float32 and bfloat16, and encode one bit. Sections are those of docs/rule.md.
 Compiled without fusion, all but `_lerp` rounds as the rule says, so every form has the same bits.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_dlion.gpu.tables import ROWS_OF_A_TILE, TILES_OF_A_PROGRAM, WORDS_OF_A_PROGRAM, Column
+from hf_dlion.gpu.tables import TILES_OF_A_PROGRAM, WORDS_OF_A_PROGRAM, WORDS_OF_A_TILE, Column
 
 # Columns of a table, and their number.
 PROGRAM = tl.constexpr(int(Column.PROGRAM))
@@ -39,18 +39,18 @@ DECAY = tl.constexpr(int(Column.DECAY))
 UNIT = tl.constexpr(int(Column.UNIT))
 COLUMNS = tl.constexpr(len(Column))
 # Words of a tile, and tiles of a program, for kernels that take the elements of tensors.
-ROWS, TILES = tl.constexpr(ROWS_OF_A_TILE), tl.constexpr(TILES_OF_A_PROGRAM)
+TILE_WORDS, PROGRAM_TILES = tl.constexpr(WORDS_OF_A_TILE), tl.constexpr(TILES_OF_A_PROGRAM)
 # Words of a program that takes words of a message, and the lowest bit of each byte.
-BLOCK, ONES = tl.constexpr(WORDS_OF_A_PROGRAM), tl.constexpr(0x0101010101010101)
+PROGRAM_WORDS, ONES = tl.constexpr(WORDS_OF_A_PROGRAM), tl.constexpr(0x0101010101010101)
 
 
 @triton.jit
-def find(table, lines, half, column, x):
+def find(table, line_count, half, column, x):
     """Returns the address of the last line that has at most x in a column of rising numbers."""
     table, line = table.to(tl.pointer_type(tl.int64)), x * 0
     while half > 0:
         later = line + half
-        begin = tl.load(table + later * COLUMNS + column, later < lines, 1 << 62)
+        begin = tl.load(table + later * COLUMNS + column, later < line_count, 1 << 62)
         line = tl.where(begin <= x, later, line)
         half = half // 2
     return table + line * COLUMNS
@@ -58,7 +58,7 @@ def find(table, lines, half, column, x):
 
 @triton.jit
 def row_of(line, word):
-    """Returns the message's rows of words of a part (section 1)."""
+    """Returns the message's rows of words of a line (section 1)."""
     row = (tl.load(line + SKIPPED) + word).to(tl.int32) // tl.load(line + ROW_WORDS).to(tl.int32)
     return tl.load(line + ROW) + row
 
@@ -78,10 +78,10 @@ def _number(line, column):
 
 
 @triton.jit
-def _load(line, column, k, T: tl.constexpr, FULL: tl.constexpr):
-    """Returns elements as float32 numbers; a full tile takes 128 bits at a time."""
+def _load(line, column, k, T: tl.constexpr, WHOLE: tl.constexpr):
+    """Returns elements as float32 numbers; a whole tile takes 128 bits at a time."""
     at = tl.load(line + column).to(tl.pointer_type(T))
-    if FULL:
+    if WHOLE:
         x = tl.load(tl.multiple_of(at, 16) + k)
     else:
         x = tl.load(at + k, k < tl.load(line + SIZE), 0.0)
@@ -112,7 +112,7 @@ def _random(line, word, key, T: tl.constexpr):
 
 
 @triton.jit
-def _store(x, line, column, word, T: tl.constexpr, FULL: tl.constexpr, added):
+def _store(x, line, column, word, T: tl.constexpr, WHOLE: tl.constexpr, added):
     """Writes elements, and returns what was written as float32 numbers.
 
     To bfloat16 they are rounded by `added`, which is added to their bits.
@@ -124,7 +124,7 @@ def _store(x, line, column, word, T: tl.constexpr, FULL: tl.constexpr, added):
             (high << 16).to(tl.float32, bitcast=True),
             high.to(tl.uint16).to(T, bitcast=True),
         )
-    if FULL:
+    if WHOLE:
         tl.store(tl.multiple_of(at, 16) + k, stored)
     else:
         tl.store(at + k, stored, k < tl.load(line + SIZE))
@@ -139,14 +139,14 @@ def _lerp(m, g, weight):
 
 
 @triton.jit
-def _direction(line, word, G: tl.constexpr, M: tl.constexpr, FULL: tl.constexpr):
+def _direction(line, word, G: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr):
     """Returns u, which is 0 in old rows, and writes the momentum (section 2)."""
     k = elements(word)
-    g, m = _load(line, GRAD, k, G, FULL), _load(line, MOMENTUM, k, M, FULL)
+    g, m = _load(line, GRAD, k, G, WHOLE), _load(line, MOMENTUM, k, M, WHOLE)
     new = _lerp(m, g, _number(line, W2))
     if M == tl.bfloat16:
         new = _finite(new)
-    _store(new, line, MOMENTUM, word, M, FULL, _random(line, word, KEY_MOMENTUM, M))
+    _store(new, line, MOMENTUM, word, M, WHOLE, _random(line, word, KEY_MOMENTUM, M))
     u, old = _lerp(m, g, _number(line, W1)), tl.load(line + OLD)
     if old != 0:
         flag = old.to(tl.pointer_type(tl.int8)) + (row_of(line, word) - tl.load(line + ROW))
@@ -156,35 +156,35 @@ def _direction(line, word, G: tl.constexpr, M: tl.constexpr, FULL: tl.constexpr)
 
 
 @triton.jit
-def _mark(rows, line, word, nonzero):
+def _mark(row_flags, line, word, nonzero):
     """Marks the rows of words that have a nonzero element; after the end there is none."""
-    flag = rows.to(tl.pointer_type(tl.int8)) + row_of(line, word)
-    tl.store(flag, tl.full((ROWS,), 1, tl.int8), nonzero)
+    flag = row_flags.to(tl.pointer_type(tl.int8)) + row_of(line, word)
+    tl.store(flag, tl.full((TILE_WORDS,), 1, tl.int8), nonzero)
 
 
 @triton.jit
-def _encode(u, line, word, planes, rows, phase):
+def _encode(u, line, word, planes, row_flags, phase):
     """Writes one word of votes for 64 elements of u (section 3), and marks rows."""
     column = tl.arange(0, 64)[None, :]
     votes = tl.where((column + phase) % 2 == 0, u > 0.0, u > -1.1754943508222875e-38)  # -2^-126
     out = planes.to(tl.pointer_type(tl.int64)) + tl.load(line + WORD) + word
     inside = word * 64 < tl.load(line + SIZE)
     tl.store(out, tl.sum(votes.to(tl.int64) << column.to(tl.int64), 1), inside)
-    _mark(rows, line, word, tl.max((u != 0.0).to(tl.int32), 1) != 0)  # A NaN is not zero.
+    _mark(row_flags, line, word, tl.max((u != 0.0).to(tl.int32), 1) != 0)  # A NaN is not zero.
 
 
 @triton.jit
 def _bits(planes, line, word, bit, stride):
-    """Returns one bit of each element, shape (ROWS, 64), from a plane."""
+    """Returns one bit of each element, shape (TILE_WORDS, 64), from a plane."""
     at = planes.to(tl.pointer_type(tl.int64)) + bit * stride + tl.load(line + WORD) + word
     plane = tl.load(at, word * 64 < tl.load(line + SIZE), 0)
     return ((plane[:, None] >> tl.arange(0, 64)[None, :].to(tl.int64)) & 1).to(tl.int32)
 
 
 @triton.jit
-def _voters_of(voters, line, word):
-    """Returns n of the words' rows, shape (ROWS, 1)."""
-    at = voters.to(tl.pointer_type(tl.int32)) + row_of(line, word)
+def _voters_of(row_voters, line, word):
+    """Returns n of the words' rows, shape (TILE_WORDS, 1)."""
+    at = row_voters.to(tl.pointer_type(tl.int32)) + row_of(line, word)
     return tl.load(at, word * 64 < tl.load(line + SIZE), 0)[:, None]
 
 
@@ -201,7 +201,7 @@ def _mean(planes, line, word, stride, n, N: tl.constexpr, TOP: tl.constexpr):
 
 @triton.jit
 def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE: tl.constexpr,
-          FULL: tl.constexpr):  # fmt: skip
+          WHOLE: tl.constexpr):  # fmt: skip
     """Decays and moves by a verdict (section 5)."""
     lr = _number(line, LR)
     if RULE == "average":
@@ -212,65 +212,65 @@ def _move(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr, RULE:
         move = tl.where(n == 0, 0.0, move)
         if RULE == "zero":
             move = tl.where(_bits(planes, line, word, 1, stride) != 0, 0.0, move)
-    p = _load(line, MOVING, elements(word), P, FULL) * _number(line, DECAY) - move
-    _store(p, line, MOVING, word, P, FULL, _random(line, word, KEY_PARAM, P))
+    p = _load(line, MOVING, elements(word), P, WHOLE) * _number(line, DECAY) - move
+    _store(p, line, MOVING, word, P, WHOLE, _random(line, word, KEY_PARAM, P))
 
 
 @triton.jit
 def _own_step(line, word, G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOCAL: tl.constexpr,
-              FULL: tl.constexpr):  # fmt: skip
+              WHOLE: tl.constexpr):  # fmt: skip
     """Moves by sign(u): a local step (section 9), or the step of a single voter (section 5)."""
-    lr, step = _number(line, LR), tl.zeros((ROWS, 64), tl.float32)
+    lr, step = _number(line, LR), tl.zeros((TILE_WORDS, 64), tl.float32)
     if G is not None:
-        u = _direction(line, word, G, M, FULL)
+        u = _direction(line, word, G, M, WHOLE)
         step = tl.where(u > 0.0, lr, tl.where(u < 0.0, lr * -1.0, 0.0))
-    p = _load(line, MOVING, elements(word), P, FULL)
+    p = _load(line, MOVING, elements(word), P, WHOLE)
     if LOCAL and P == tl.bfloat16:
-        y = _finite(p + _load(line, COMPENSATION, elements(word), P, FULL) - step)
+        y = _finite(p + _load(line, COMPENSATION, elements(word), P, WHOLE) - step)
         to_nearest = 0x7FFF + ((y.to(tl.uint32, bitcast=True) >> 16) & 1)
-        left = y - _store(y, line, MOVING, word, P, FULL, to_nearest)
+        left = y - _store(y, line, MOVING, word, P, WHOLE, to_nearest)
         _store(
             _finite(left),
             line,
             COMPENSATION,
             word,
             P,
-            FULL,
+            WHOLE,
             _random(line, word, KEY_COMPENSATION, P),
         )
     else:
         p = p * _number(line, DECAY) - step
-        _store(p, line, MOVING, word, P, FULL, _random(line, word, KEY_PARAM, P))
+        _store(p, line, MOVING, word, P, WHOLE, _random(line, word, KEY_PARAM, P))
 
 
 @triton.jit
 def _end_period(line, word, planes, stride, n, P: tl.constexpr, N: tl.constexpr,
-                TOP: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+                TOP: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Moves from the anchor by the mean of what the ranks were moved (section 9)."""
     d = _mean(planes, line, word, stride, n, N, TOP) * _number(line, UNIT)
-    p = (_load(line, ANCHOR, elements(word), P, FULL) - d) * _number(line, DECAY)
-    _store(p, line, MOVING, word, P, FULL, _random(line, word, KEY_PARAM, P))
+    p = (_load(line, ANCHOR, elements(word), P, WHOLE) - d) * _number(line, DECAY)
+    _store(p, line, MOVING, word, P, WHOLE, _random(line, word, KEY_PARAM, P))
 
 
 @triton.jit
-def _tile(line, tile, planes, stride, rows, phase, KIND: tl.constexpr, G: tl.constexpr,
+def _tile(line, tile, planes, stride, by_row, phase, KIND: tl.constexpr, G: tl.constexpr,
           M: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RULE: tl.constexpr,
-          TOP: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    word = tile * ROWS + tl.arange(0, ROWS)
+          TOP: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    word = tile * TILE_WORDS + tl.arange(0, TILE_WORDS)
     if KIND == "encode":
-        _encode(_direction(line, word, G, M, FULL), line, word, planes, rows, phase)
+        _encode(_direction(line, word, G, M, WHOLE), line, word, planes, by_row, phase)
     elif KIND == "move":
-        _move(line, word, planes, stride, _voters_of(rows, line, word), P, N, RULE, FULL)
+        _move(line, word, planes, stride, _voters_of(by_row, line, word), P, N, RULE, WHOLE)
     elif KIND == "step" or KIND == "local step":
-        _own_step(line, word, G, M, P, KIND == "local step", FULL)
+        _own_step(line, word, G, M, P, KIND == "local step", WHOLE)
     elif KIND == "end of period":
-        n = _voters_of(rows, line, word)
-        _end_period(line, word, planes, stride, n, P, N, TOP, FULL)
+        n = _voters_of(by_row, line, word)
+        _end_period(line, word, planes, stride, n, P, N, TOP, WHOLE)
 
 
 @triton.jit(do_not_specialize=range(7))
-def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64,
-              stride: tl.int64, rows: tl.int64, phase: tl.int32, KIND: tl.constexpr,
+def each_tile(table: tl.int64, line_count: tl.int32, half: tl.int32, planes: tl.int64,
+              stride: tl.int64, by_row: tl.int64, phase: tl.int32, KIND: tl.constexpr,
               G: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
               RULE: tl.constexpr, TOP: tl.constexpr):  # fmt: skip
     """Does one kind of work on the tensors of a table; bytes per element, float32 and bfloat16.
@@ -282,93 +282,95 @@ def each_tile(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64
         end of period           8.6    4.6      anchor, parameter, verdict of 4 bits and two ranks
 
     A search in the table begins with steps of `half` lines. `planes` are votes or a verdict, with
-    `stride` words between them. `rows` are flags of the message's rows, int8, or numbers of voters,
-    int32.
+    `stride` words between them. `by_row` has a flag for each of the message's rows, int8, or the
+    number of its voters, int32.
     """
     program = tl.program_id(0).to(tl.int64)
-    line = find(table, lines, half, PROGRAM, program)
-    first, size = (program - tl.load(line + PROGRAM)) * TILES, tl.load(line + SIZE)
+    line = find(table, line_count, half, PROGRAM, program)
+    first, size = (program - tl.load(line + PROGRAM)) * PROGRAM_TILES, tl.load(line + SIZE)
     addresses = tl.load(line + GRAD) | tl.load(line + MOMENTUM) | tl.load(line + MOVING)
     addresses |= tl.load(line + ANCHOR) | tl.load(line + COMPENSATION)
-    for tile in range(first, first + TILES):
-        if ((tile + 1) * ROWS * 64 <= size) & (addresses % 16 == 0):
-            _tile(line, tile, planes, stride, rows, phase, KIND, G, M, P, N, RULE, TOP, True)
-        elif tile * ROWS * 64 < size:
-            _tile(line, tile, planes, stride, rows, phase, KIND, G, M, P, N, RULE, TOP, False)
+    for tile in range(first, first + PROGRAM_TILES):
+        if ((tile + 1) * TILE_WORDS * 64 <= size) & (addresses % 16 == 0):
+            _tile(line, tile, planes, stride, by_row, phase, KIND, G, M, P, N, RULE, TOP, True)
+        elif tile * TILE_WORDS * 64 < size:
+            _tile(line, tile, planes, stride, by_row, phase, KIND, G, M, P, N, RULE, TOP, False)
 
 
 # Kernels for the words of a message.
 
 
 @triton.jit(do_not_specialize=range(9))
-def abstain(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64, count: tl.int32,
-            end: tl.int32, flags: tl.int64, rows: tl.int32, packed: tl.int64):  # fmt: skip
-    """Clears the votes in rows without a mark, and words up to `end`, and packs the marks.
+def abstain(table: tl.int64, line_count: tl.int32, half: tl.int32, planes: tl.int64,
+            words: tl.int32, end: tl.int32, row_flags: tl.int64, row_count: tl.int32,
+            packed: tl.int64):  # fmt: skip
+    """Clears the votes in rows without a flag, and words up to `end`, and packs the flags.
 
     Bytes per element: 1 / 32 for each of the message's rows.
     """
-    first, flags = tl.program_id(0) * BLOCK, flags.to(tl.pointer_type(tl.int8))
-    word = first + tl.arange(0, BLOCK)
-    line = find(table, lines, half, WORD, word)
-    active = tl.load(flags + row_of(line, word - tl.load(line + WORD)), word < count, 0) != 0
+    first, flags = tl.program_id(0) * PROGRAM_WORDS, row_flags.to(tl.pointer_type(tl.int8))
+    word = first + tl.arange(0, PROGRAM_WORDS)
+    line = find(table, line_count, half, WORD, word)
+    active = tl.load(flags + row_of(line, word - tl.load(line + WORD)), word < words, 0) != 0
     votes = planes.to(tl.pointer_type(tl.int64)) + word
-    tl.store(votes, tl.zeros((BLOCK,), tl.int64), (word < end) & ~active)
-    out = tl.arange(0, BLOCK // 64)
+    tl.store(votes, tl.zeros((PROGRAM_WORDS,), tl.int64), (word < end) & ~active)
+    out = tl.arange(0, PROGRAM_WORDS // 64)
     row = first + elements(out)
-    marks = tl.load(flags + row, row < rows, 0).to(tl.int64) << (row % 64).to(tl.int64)
+    bits = tl.load(flags + row, row < row_count, 0).to(tl.int64) << (row % 64).to(tl.int64)
     out += first // 64
-    tl.store(packed.to(tl.pointer_type(tl.int64)) + out, tl.sum(marks, 1), out * 64 < rows)
+    tl.store(packed.to(tl.pointer_type(tl.int64)) + out, tl.sum(bits, 1), out * 64 < row_count)
 
 
 @triton.jit
-def _voters(packed, stride, row, rows, N: tl.constexpr):
+def _count_voters(packed, stride, row, row_count, N: tl.constexpr):
     """Returns how many ranks vote on each row."""
     at, total = packed.to(tl.pointer_type(tl.int64)) + row // 64, (row * 0).to(tl.int64)
     for rank in range(N):
-        total += (tl.load(at + rank * stride, row < rows, 0) >> (row % 64).to(tl.int64)) & 1
+        total += (tl.load(at + rank * stride, row < row_count, 0) >> (row % 64).to(tl.int64)) & 1
     return total
 
 
 @triton.jit
 def _gathered(bits, column):
-    """Returns words from the lowest bits of their bytes, shape (BLOCK, 8)."""
+    """Returns words from the lowest bits of their bytes, shape (PROGRAM_WORDS, 8)."""
     return tl.sum((bits & ONES) << column, 1)
 
 
 @triton.jit(do_not_specialize=range(14))
-def count(table: tl.int64, lines: tl.int32, half: tl.int32, planes: tl.int64, stride: tl.int64,
-          first: tl.int32, size: tl.int32, packed: tl.int64, packed_stride: tl.int64,
-          rows: tl.int32, verdict: tl.int64, each: tl.int64, voters: tl.int64, tie: tl.int64,
-          N: tl.constexpr, RULE: tl.constexpr):  # fmt: skip
+def count_votes(table: tl.int64, line_count: tl.int32, half: tl.int32, planes: tl.int64,
+                stride: tl.int64, first: tl.int32, size: tl.int32, packed: tl.int64,
+                packed_stride: tl.int64, row_count: tl.int32, verdict: tl.int64,
+                plane_words: tl.int64, row_voters: tl.int64, tie: tl.int64,
+                N: tl.constexpr, RULE: tl.constexpr):  # fmt: skip
     """Counts votes on words `first` to `first + size` - 1 of a message, and decides (section 4).
 
-    Writes planes of the verdict, of `each` words and 0 after `size`, and the number of voters of
-    each row. `tie` is `codec.alternating_word` of the phase, and `RULE` the name of a rule. Bytes
-    per element: (N + planes) / 8, and 4 for each of the message's rows.
+    Writes planes of the verdict, of `plane_words` words and 0 after `size`, and the number of
+    voters of each row. `tie` is `codec.alternating_word` of the phase, and `RULE` the name of a
+    rule. Bytes per element: (N + planes) / 8, and 4 for each of the message's rows.
     """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0) * PROGRAM_WORDS + tl.arange(0, PROGRAM_WORDS)
     at, column = planes.to(tl.pointer_type(tl.int64)) + i, tl.arange(0, 8).to(tl.int64)[None, :]
-    total = tl.zeros((BLOCK, 8), tl.int64)  # S of element 8 b + c is in byte b of number c.
+    total = tl.zeros((PROGRAM_WORDS, 8), tl.int64)  # S of element 8 b + c is in byte b of number c.
     for rank in range(N):
         total += (tl.load(at + rank * stride, i < size, 0)[:, None] >> column) & ONES
     out = verdict.to(tl.pointer_type(tl.int64)) + i
     if RULE == "average":
         for bit in tl.static_range(7):
             if N >> bit > 0:
-                tl.store(out + bit * each, _gathered(total >> bit, column), i < each)
+                tl.store(out + bit * plane_words, _gathered(total >> bit, column), i < plane_words)
     else:
-        line = find(table, lines, half, WORD, first + i)
+        line = find(table, line_count, half, WORD, first + i)
         row = row_of(line, first + i - tl.load(line + WORD)).to(tl.int32)
-        n = _voters(packed, packed_stride, row, tl.where(i < size, rows, 0), N)
+        n = _count_voters(packed, packed_stride, row, tl.where(i < size, row_count, 0), N)
         # Byte by byte, bit 7 of S + 127 - n // 2 is set if S > n // 2.
         over = total + ((127 - n // 2) * ONES)[:, None]
         greater = _gathered(over >> 7, column)
         equal = _gathered((over + ONES) >> 7, column) & ~greater & ((n & 1) - 1)
         equal = tl.where(i < size, equal, 0)
         if RULE == "zero":
-            tl.store(out + each, equal, i < each)
+            tl.store(out + plane_words, equal, i < plane_words)
         else:
             greater |= equal & tie
-        tl.store(out, greater, i < each)
-    n = _voters(packed, packed_stride, i, rows, N).to(tl.int32)
-    tl.store(voters.to(tl.pointer_type(tl.int32)) + i, n, i < rows)
+        tl.store(out, greater, i < plane_words)
+    n = _count_voters(packed, packed_stride, i, row_count, N).to(tl.int32)
+    tl.store(row_voters.to(tl.pointer_type(tl.int32)) + i, n, i < row_count)

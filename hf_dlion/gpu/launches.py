@@ -34,8 +34,8 @@ from hf_dlion.gpu.tables import (
     lines_of,
 )
 
-# Most ranks whose votes the kernels add.
-MOST_RANKS = 127
+# Most voters whose votes the kernels add.
+MOST_VOTERS = 127
 # So many elements of the layout have one key of random bits.
 _SAME_KEY = 1 << 33
 
@@ -61,12 +61,15 @@ def moved_bytes(kind: str, dtype: torch.dtype) -> float:
 
 
 class SlotLine(NamedTuple):
-    """A line for elements of a slot from `start`; `number` is that of the element in the layout."""
+    """A line for elements of a slot from `start`.
+
+    `number` is that of the first element in the layout, and `place` is where the message has them.
+    """
 
     slot: Slot
     start: int
     number: int
-    line: Line
+    place: Line
 
 
 def slot_lines(message: Message) -> list[SlotLine]:
@@ -82,8 +85,8 @@ def slot_lines(message: Message) -> list[SlotLine]:
         (start, number), skipped = begins[slot], 0
         while start < stops[slot]:
             size = min(stops[slot] - start, _SAME_KEY - number % _SAME_KEY)
-            line = Line(size, word + skipped, row, skipped, row_words)
-            lines.append(SlotLine(slot, start, number, line))
+            place = Line(size, word + skipped, row, skipped, row_words)
+            lines.append(SlotLine(slot, start, number, place))
             start, number, skipped = start + size, number + size, skipped + size // WORD
         row += words // row_words
     return lines
@@ -97,8 +100,8 @@ class KernelVote:
         self._message, self._context, table = message, context, Table(message.device)
         lines = slot_lines(message)
         is_encoded = context.bits == 1
-        voting = [own for own in lines if is_encoded and own.slot.grad is not None]
-        moving = [own for own in lines if own.slot.moving is not None]
+        voting = [line for line in lines if is_encoded and line.slot.grad is not None]
+        moving = [line for line in lines if line.slot.moving is not None]
         numbers = _numbers(context)
         keys = {Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter)}
         self._encode = _add(table, voting, (Field.GRAD, Field.MOMENTUM), numbers, keys)
@@ -111,26 +114,26 @@ class KernelVote:
         if context.bits > 1:  # Which torch operations encode.
             return encode(message, context, partial(direction, context=context), bits=context.bits)
         rows, words = message.rows, message.words
-        flags = torch.zeros(rows.count, dtype=torch.int8, device=message.device)
-        before = -(-rows.count // WORD)
+        row_flags = torch.zeros(len(rows), dtype=torch.int8, device=message.device)
+        flag_words = -(-len(rows) // WORD)
         # After the votes there is room for the padding of `two_phase`.
-        size = before + words + MOST_RANKS
+        size = flag_words + words + MOST_VOTERS
         packed = torch.empty(size, dtype=torch.int64, device=message.device)
-        planes = packed[before:]
-        each_tile("encode", self._encode, planes=planes, rows=flags, phase=context.zero_phase)
-        abstain(rows, words, planes, flags, packed)
-        return Votes(planes[:words].view(1, -1), flags.view(torch.bool), rows, packed)
+        planes, phase = packed[flag_words:], context.zero_phase
+        each_tile("encode", self._encode, planes=planes, by_row=row_flags, phase=phase)
+        abstain(rows, words, planes, row_flags, packed)
+        return Votes(planes[:words].view(1, -1), row_flags.view(torch.bool), rows, packed)
 
     def move(self, verdict: Verdict, rule: Rule) -> None:
         """Moves the parameters."""
-        ranks = rule.ranks if isinstance(rule, Average) else 1
-        _by_verdict("move", self._move, verdict, ranks=ranks, rule=rule.name)
+        voters = rule.voters if isinstance(rule, Average) else 1
+        _by_verdict("move", self._move, verdict, voters=voters, rule=rule.name)
 
 
 def plain_lion(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a step without votes on messages of one device; see `lion.plain_lion`."""
-    lines = [own for message in messages for own in slot_lines(message)]
-    moving = [own for own in lines if own.slot.moving is not None]
+    lines = [line for message in messages for line in slot_lines(message)]
+    moving = [line for line in lines if line.slot.moving is not None]
     fields = Field.GRAD, Field.MOMENTUM, Field.MOVING
     keys = {
         Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter),
@@ -142,8 +145,8 @@ def plain_lion(messages: Sequence[Message], context: StepContext) -> None:
 
 def local_step(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a local step on messages of one device; see `lion.local_step`."""
-    lines = [own for message in messages for own in slot_lines(message)]
-    moving = [own for own in lines if own.slot.grad is not None]
+    lines = [line for message in messages for line in slot_lines(message)]
+    moving = [line for line in lines if line.slot.grad is not None]
     fields = Field.GRAD, Field.MOMENTUM, Field.MOVING, Field.COMPENSATION
     numbers = {**_numbers(context), Column.DECAY: lambda slot: 1.0}  # The end of the period decays.
     keys = {
@@ -161,31 +164,32 @@ def end_period(
     """Moves a message's parameters from their anchors; see `lion.move_from_anchor`."""
     numbers = {Column.UNIT: unit, Column.DECAY: decay_of}
     keys = {Column.KEY_PARAM: _key(context, PARAMETERS)}
-    moving = [own for own in slot_lines(message) if own.slot.anchor is not None]
+    moving = [line for line in slot_lines(message) if line.slot.anchor is not None]
     lines = _add(Table(message.device), moving, (Field.MOVING, Field.ANCHOR), numbers, keys)
-    _by_verdict("end of period", lines, verdict, ranks=rule.ranks, top=rule.top)
+    _by_verdict("end of period", lines, verdict, voters=rule.voters, top=rule.top)
 
 
 def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -> None:
     """Moves by a verdict, which may come from the other form."""
-    planes, active = verdict.planes, verdict.active
+    planes, row_voters = verdict.planes, verdict.row_voters
     if not isinstance(planes, Tensor):
         planes = torch.stack(planes)
-    assert active is not None, "only a CPU leaves it out"
-    stride, rows = planes.stride(0), active.to(torch.int32)
-    each_tile(kind, lines, planes=planes, stride=stride, rows=rows, **given)
+    assert row_voters is not None, "only a CPU leaves it out"
+    by_row = row_voters.to(torch.int32)
+    each_tile(kind, lines, planes=planes, stride=planes.stride(0), by_row=by_row, **given)
 
 
 def each_tile(
     kind: str, lines: Iterable[Lines], *, planes: Tensor | None = None, stride: int = 0,
-    rows: Tensor | None = None, phase: int = 0, ranks: int = 1, rule: str = "", top: int = 1,
+    by_row: Tensor | None = None, phase: int = 0, voters: int = 1, rule: str = "", top: int = 1,
 ) -> None:  # fmt: skip
     """Does one kind of work, with a launch for each combination of types; see `kernels`."""
-    at, at_rows = addresses(planes, rows)
-    for same in lines:
+    planes_at, by_row_at = addresses(planes, by_row)
+    for of_types in lines:
         launch(
-            triton_kernels().each_tile, same.table.device, same.programs, *same.arguments, at,
-            stride, at_rows, phase % 2, kind, *same.types, ranks, rule, top,
+            triton_kernels().each_tile, of_types.table.device, of_types.programs,
+            *of_types.arguments, planes_at, stride, by_row_at, phase % 2, kind, *of_types.types,
+            voters, rule, top,
         )  # fmt: skip
 
 
@@ -202,7 +206,7 @@ _COLUMNS = {
 
 def _add(
     table: Table,
-    slot_lines: Sequence[SlotLine],
+    lines: Sequence[SlotLine],
     fields: Sequence[Field],
     numbers: Mapping[Column, Callable[[Slot], float]],
     keys: Mapping[Column, Callable[[int], int]],
@@ -214,43 +218,43 @@ def _add(
     """
     tl, by_types = triton_kernels().tl, dict[tuple[Any, ...], list[SlotLine]]()
     types_of = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, None: None}
-    for own in slot_lines:
-        typed = [own.slot.get(field) if field in fields else None for field in _TYPED]
+    for line in lines:
+        typed = [line.slot.get(field) if field in fields else None for field in _TYPED]
         types = tuple(types_of[None if tensor is None else tensor.dtype] for tensor in typed)
-        by_types.setdefault(types, []).append(own)
+        by_types.setdefault(types, []).append(line)
     added = []
-    for types, same in by_types.items():
+    for types, of_types in by_types.items():
         columns: dict[Column, Any] = {}
         if Field.GRAD in fields:
-            columns[Column.OLD] = [_address_of_old(own) for own in same]
+            columns[Column.OLD] = [_address_of_old(line) for line in of_types]
         for field in fields:
-            columns[_COLUMNS[field]] = [_address(own, field) for own in same]
+            columns[_COLUMNS[field]] = [_address(line, field) for line in of_types]
         for column, number in numbers.items():
-            values = np.array([number(own.slot) for own in same], np.float32)
+            values = np.array([number(line.slot) for line in of_types], np.float32)
             columns[column] = values.view(np.int32)
         for column, key in keys.items():
-            columns[column] = [key(own.number) for own in same]
-        torch.autograd.graph.increment_version(_written(same, fields))  # The kernels write.
-        added.append(table.add([own.line for own in same], types, columns))
+            columns[column] = [key(line.number) for line in of_types]
+        torch.autograd.graph.increment_version(_written(of_types, fields))  # The kernels write.
+        added.append(table.add([line.place for line in of_types], types, columns))
     return added
 
 
 def _written(lines: Sequence[SlotLine], fields: Sequence[Field]) -> list[Tensor]:
-    tensors = [own.slot.get(field) for own in lines for field in fields if field != Field.GRAD]
+    tensors = [line.slot.get(field) for line in lines for field in fields if field != Field.GRAD]
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _address(own: SlotLine, field: Field) -> int:
-    tensor = own.slot.get(field)
-    return 0 if tensor is None else tensor.data_ptr() + own.start * tensor.element_size()
+def _address(line: SlotLine, field: Field) -> int:
+    tensor = line.slot.get(field)
+    return 0 if tensor is None else tensor.data_ptr() + line.start * tensor.element_size()
 
 
-def _address_of_old(own: SlotLine) -> int:
+def _address_of_old(line: SlotLine) -> int:
     """Returns the address of the old rows' flags, from the row in which the line begins."""
-    old, line = own.slot.old, own.line
+    old, place = line.slot.old, line.place
     if old is None:
         return 0
-    return old.data_ptr() + (own.start // WORD - line.skipped) // line.row_words
+    return old.data_ptr() + (line.start // WORD - place.skipped) // place.row_words
 
 
 def _numbers(context: StepContext) -> dict[Column, Callable[[Slot], float]]:
@@ -276,21 +280,21 @@ def _key(context: StepContext, stream: int) -> Callable[[int], int]:
 # Votes, word by word.
 
 
-def abstain(rows: Rows, words: int, planes: Tensor, active: Tensor, packed: Tensor) -> None:
-    """Clears the votes in rows that aren't active, and words after the message; packs `active`.
+def abstain(rows: Rows, words: int, planes: Tensor, row_flags: Tensor, packed: Tensor) -> None:
+    """Clears the votes in rows without a flag, and words after the message; packs the flags.
 
     Args:
         rows: The message's rows.
         words: Number of words in the message.
         planes: Votes, int64, one plane, at least as long as the message.
-        active: Whether this rank votes on a row, int8, shape (R,).
+        row_flags: Whether this rank votes on a row, int8, shape (R,).
         packed: Output, one bit per row, int64, shape (ceil(R / 64),).
     """
-    programs = -(-max(planes.numel(), active.numel()) // WORDS_OF_A_PROGRAM)
+    programs = -(-max(planes.numel(), row_flags.numel()) // WORDS_OF_A_PROGRAM)
     launch(
         triton_kernels().abstain, planes.device, programs, *lines_of(rows).arguments,
-        *addresses(planes), words, planes.numel(), *addresses(active), active.numel(),
-        *addresses(packed),
+        *addresses(planes), words, planes.numel(), *addresses(row_flags),
+        row_flags.numel(), *addresses(packed),
     )  # fmt: skip
 
 
@@ -302,16 +306,16 @@ def verdict_on(
     It has planes of `size` words, with zeros after the slice.
     """
     verdict = planes.new_empty(rule.planes, size)
-    voters = torch.empty(rows.count, dtype=torch.int32, device=planes.device)
-    count(
-        rows, planes[:, 0], active, verdict, voters, first=rows.first_word + words.start,
+    row_voters = torch.empty(len(rows), dtype=torch.int32, device=planes.device)
+    count_votes(
+        rows, planes[:, 0], active, verdict, row_voters, first=rows.first_word + words.start,
         size=words.stop - words.start, tie=alternating_word(phase), rule=rule.name,
     )  # fmt: skip
-    return Verdict(verdict, voters)
+    return Verdict(verdict, row_voters)
 
 
-def count(
-    rows: Rows, planes: Tensor, packed: Tensor, verdict: Tensor, voters: Tensor, *,
+def count_votes(
+    rows: Rows, planes: Tensor, packed: Tensor, verdict: Tensor, row_voters: Tensor, *,
     first: int, size: int, tie: int, rule: str,
 ) -> None:  # fmt: skip
     """Counts votes of one bit on some words of a message, and decides.
@@ -321,16 +325,17 @@ def count(
         planes: Votes of each rank on these words, int64, shape (N, W) or longer.
         packed: One bit per row of the message and rank, int64, shape (N, ceil(R / 64)).
         verdict: Output, planes of the verdict, int64; zero after `size` words.
-        voters: Output, number of voters of each of the message's rows, int32, shape (R,).
+        row_voters: Output, number of voters of each of the message's rows, int32, shape (R,).
         first: The first of these words in the message.
         size: Number of words.
         tie: Word that decides ties.
         rule: "alternate", "zero", or "average".
     """
-    each = verdict.shape[1]
-    programs = -(-max(each, voters.numel()) // WORDS_OF_A_PROGRAM)
+    plane_words = verdict.shape[1]
+    programs = -(-max(plane_words, row_voters.numel()) // WORDS_OF_A_PROGRAM)
     launch(
-        triton_kernels().count, planes.device, programs, *lines_of(rows).arguments,
+        triton_kernels().count_votes, planes.device, programs, *lines_of(rows).arguments,
         *addresses(planes), planes.stride(0), first, size, *addresses(packed), packed.stride(0),
-        voters.numel(), *addresses(verdict), each, *addresses(voters), tie, planes.shape[0], rule,
+        row_voters.numel(), *addresses(verdict), plane_words, *addresses(row_voters), tie,
+        planes.shape[0], rule,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from hf_dlion.core.flat import on_device
 from hf_dlion.core.votes import Rows
 
 # Words of a tile and tiles of a program, for kernels that take the elements of tensors.
-ROWS_OF_A_TILE, TILES_OF_A_PROGRAM = 16, 8
+WORDS_OF_A_TILE, TILES_OF_A_PROGRAM = 16, 8
 # Words of a program, for kernels that take the words of a message.
 WORDS_OF_A_PROGRAM = 256
 # A fused operation would round once where the rule rounds twice, and hashes overflow on purpose,
@@ -122,7 +122,7 @@ class Table:
         """
         array = np.zeros((len(lines), len(Column)), np.int64)
         sizes = np.array([line.size for line in lines])
-        programs = -(-sizes // (WORD * ROWS_OF_A_TILE * TILES_OF_A_PROGRAM))
+        programs = -(-sizes // (WORD * WORDS_OF_A_TILE * TILES_OF_A_PROGRAM))
         array[:, Column.PROGRAM] = np.cumsum(programs) - programs
         array[:, Column.SIZE : Column.ROW_WORDS + 1] = lines
         for column, values in (columns or {}).items():
@@ -139,9 +139,9 @@ def lines_of(rows: Rows) -> Lines:
     """Returns lines for all rows of a message, kept as long as its rows."""
     if rows not in _of_rows:
         lines, word, row = [], 0, 0
-        for count, words in rows.lengths:
-            lines.append(Line(count * words * WORD, word, row, 0, words))
-            word, row = word + count * words, row + count
+        for row_count, row_words in rows.lengths:
+            lines.append(Line(row_count * row_words * WORD, word, row, 0, row_words))
+            word, row = word + row_count * row_words, row + row_count
         _of_rows[rows] = Table(rows.device).add(lines)
     return _of_rows[rows]
 

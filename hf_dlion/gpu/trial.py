@@ -82,7 +82,7 @@ def _take_steps(
     Raises:
         RuntimeError: If a weight isn't where it should be; or what compiling or launching raises.
     """
-    layout = Layout(slots=[_small(own, device, options) for own in types])
+    layout = Layout(slots=[_small(of_slot, device, options) for of_slot in types])
     params = [slot.param for slot in layout.slots]
     group = {"params": params, "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
     context = StepContext(
@@ -102,7 +102,7 @@ def _take_steps(
         _check_sums(layout, -64.0 * Average(voters, context.bits).top)
     else:
         for message in layout.messages:
-            vote, rule = form.vote_on(message, context), rule_of(options, voters)
+            vote, rule = form.vote_of(message, context), rule_of(options, voters)
             votes = vote.encode()
             vote.move(_verdict(message, votes.planes, votes.active, rule, context), rule)
         _check_sums(layout, -64.0)
@@ -114,7 +114,7 @@ def _end_period(message: Message, context: StepContext) -> None:
     digits = [-(rule.top >> bit & 1) for bit in range(bits)]
     planes = torch.tensor(digits, dtype=torch.int64, device=message.device)
     planes = planes.view(-1, 1).expand(bits, message.words).contiguous()
-    active = torch.ones(message.rows.count, dtype=torch.bool)
+    active = torch.ones(len(message.rows), dtype=torch.bool)
     verdict = _verdict(message, planes, active, rule, context)
 
     def mean(piece: Piece) -> Tensor:

@@ -79,28 +79,27 @@ def verdict_of(
     pending = node.all_gather(received, planes, "a verdict")
     yield
     pending.wait()
-    return Verdict(_joined(received.to(device), words), verdict.active)
+    return Verdict(_joined(received.to(device), words), verdict.row_voters)
 
 
 def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
     """All ranks gather all votes, and each rank counts all of them."""
     (bits, words), device = votes.planes.shape, votes.planes.device
-    rows = -(-votes.rows.count // WORD)
+    flag_words = -(-len(votes.rows) // WORD)
     if votes.packed is None:
         sent = torch.cat([packed_rows(votes.active), votes.planes.view(-1)])
     else:
-        sent = votes.packed[: rows + bits * words]
+        sent = votes.packed[: flag_words + bits * words]
     sent = sent.to(wire.device_for(device))
     received = sent.new_empty(wire.world_size, sent.numel())
     pending = wire.all_gather(received, sent, "votes")
     yield
     pending.wait()
     yield  # As often as two_phase, see `verdict_of`.
-    everyone = received.to(device)
-    planes = everyone[:, rows:].reshape(wire.world_size, bits, words)
-    return form.verdict_on(
-        planes, everyone[:, :rows], votes.rows, slice(0, words), rule, phase, words
-    )
+    received = received.to(device)
+    active, planes = received[:, :flag_words], received[:, flag_words:]
+    planes = planes.reshape(wire.world_size, bits, words)
+    return form.verdict_on(planes, active, votes.rows, slice(0, words), rule, phase, words)
 
 
 def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
@@ -112,7 +111,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
         active = packed_rows(votes.active)
         sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
     else:
-        active = votes.packed[: -(-votes.rows.count // WORD)]
+        active = votes.packed[: -(-len(votes.rows) // WORD)]
         sent = votes.packed[active.numel() :][: ranks * words_each]
     # Segment j goes to rank j.
     sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)
@@ -132,7 +131,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     verdict = wire.all_gather(received, sent, "a verdict")
     yield
     verdict.wait()
-    return Verdict(_joined(received.to(device), words), shares.active)
+    return Verdict(_joined(received.to(device), words), shares.row_voters)
 
 
 def _share(rank: int, words_each: int, words: int) -> slice:

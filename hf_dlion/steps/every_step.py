@@ -45,7 +45,7 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
 def voted(message: Message, context: StepContext, rule: Rule, ranks: Topology) -> Task:
     """Takes a message's step."""
     voters, stats = ranks.voters, ranks.voters.stats
-    step = form.vote_on(message, context)
+    step = form.vote_of(message, context)
     votes = step.encode()
     stats.lap("encode_s", message.device)
     route = context.options.exchange

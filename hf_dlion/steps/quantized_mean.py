@@ -92,8 +92,8 @@ class Mean:
         """Returns d of a piece, in scratch memory."""
         out, rows = piece.memory("mean", self.context.scratch), self.votes.rows
         active = None
-        if self.verdict.active is not None:
-            active = rows.by_word(self.verdict.active, piece.words)
+        if self.verdict.row_voters is not None:
+            active = rows.by_word(self.verdict.row_voters, piece.words)
         return self._decoded(piece, self.rule, self.verdict.planes, active, out)
 
     def own(self, piece: Piece) -> Tensor:

@@ -60,11 +60,11 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
             codes = random.integers(0, 2, (ranks, 64 * words))
             if ranks > 2:
                 codes[1::2] = 1 - codes[: ranks // 2 * 2 : 2]  # ties
-            active = random.random((ranks, rows.count)) < 0.6
+            active = random.random((ranks, len(rows))) < 0.6
             codes *= active[:, layout.row_of_element]
             planes, packed = (
                 torch.from_numpy(np.packbits(own, axis=1, bitorder="little"))
-                for own in (codes, np.pad(active, [(0, 0), (0, -rows.count % 64)]))
+                for own in (codes, np.pad(active, [(0, 0), (0, -len(rows) % 64)]))
             )
             planes, packed = (own.view(torch.int64).to(DEVICE) for own in (planes, packed))
             votes, marked = torch.full((words + 9,), -1, device=DEVICE), torch.empty_like(packed[0])
@@ -77,8 +77,8 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
             size = int(random.integers(1, words - first + 1))
             for rule, count in (("alternate", 1), ("zero", 2), ("average", ranks.bit_length())):
                 verdict = torch.full((count, size + 3), -1, device=DEVICE)
-                voters = torch.empty(rows.count, dtype=torch.int32, device=DEVICE)
-                launches.count(
+                voters = torch.empty(len(rows), dtype=torch.int32, device=DEVICE)
+                launches.count_votes(
                     rows, planes[:, first:], packed, verdict, voters,
                     first=first, size=size, tie=0x5555555555555555, rule=rule,
                 )  # fmt: skip
@@ -249,8 +249,8 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message] = messages([slot])
         step = launches.KernelVote(message, context)
-        verdicts: dict[str, Any] = {"planes": planes, "rows": voters, "ranks": 2}
-        launches.each_tile("encode", step._encode, planes=planes, rows=rows)
+        verdicts: dict[str, Any] = {"planes": planes, "by_row": voters, "voters": 2}
+        launches.each_tile("encode", step._encode, planes=planes, by_row=rows)
         launches.each_tile("move", step._move, **verdicts, rule="zero")
         launches.plain_lion([message], context)
         launches.local_step([message], context)
@@ -259,7 +259,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         spans = message.rows
         launches.abstain(spans, 17, planes[:19], rows[:17], packed)
         for rule in ("zero", "average"):
-            launches.count(
+            launches.count_votes(
                 spans, planes[:17].expand(2, 17), packed[:1].expand(2, 1),
                 verdict[:34].view(2, 17), voters[:17], first=0, size=17, tie=0, rule=rule,
             )  # fmt: skip
@@ -293,14 +293,14 @@ def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
 def test_no_part_of_a_tensor_has_two_keys_of_random_bits() -> None:
     slot = Slot.of(torch.empty(2**26 + 2, 128, device="meta"), 0)
     parts = [part for message in messages([slot]) for part in launches.slot_lines(message)]
-    sizes = [part.line.size for part in parts]
+    sizes = [part.place.size for part in parts]
     assert sum(sizes) == slot.size
     assert all(
         own.number >> 33 == (own.number + size - 1) >> 33
         for own, size in zip(parts, sizes, strict=True)
     )
     # The last two are in one message.
-    assert [64 * own.line.skipped for own in parts[-2:]] == [0, sizes[-2]]
+    assert [64 * own.place.skipped for own in parts[-2:]] == [0, sizes[-2]]
 
 
 class Accesses:
@@ -372,7 +372,7 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
 # Machine code
 
 
-@pytest.mark.parametrize("kernel", [kernels.each_tile, kernels.abstain, kernels.count])
+@pytest.mark.parametrize("kernel", [kernels.each_tile, kernels.abstain, kernels.count_votes])
 def test_one_variant_serves_all_numbers_and_addresses(kernel: Any) -> None:
     backend = make_backend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -435,10 +435,10 @@ def test_machine_code_rounds_as_the_rule_says(
     assert ".ftz" not in ptx
     divisions = {"div.rn.f32"} if rule == "average" or kind == "end of period" else set()
     assert set(re.findall(r"\b(?:div|rcp)\.[\w.]*f32", ptx)) == divisions
-    # Two for each of 8 elements of a thread, in full tiles and in others.
+    # Two for each of 8 elements of a thread, in whole tiles and in others.
     assert len(re.findall(r"\bfma\.", ptx)) == (0 if types.startswith("-") else 32)
     assert re.search(r"STACK:0 .*LOCAL:0 ", usage), usage
-    # A thread moves 8 elements of a full tile, by 16 bytes.
+    # A thread moves 8 elements of a whole tile, by 16 bytes.
     moved = int(launches.moved_bytes(kind, dtype := known[types[2]]))
     if types[0] != "-":
         moved += sum(known[own].itemsize - dtype.itemsize for own in types[0] + 2 * types[1])
@@ -453,6 +453,6 @@ def test_counting_spills_nothing(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     counts = [{"N": 2, "RULE": "zero"}, {"N": 9, "RULE": "average"}]
-    works = [(kernels.abstain, {}), *((kernels.count, own) for own in counts)]
+    works = [(kernels.abstain, {}), *((kernels.count_votes, own) for own in counts)]
     for kernel, given in works:
         assert re.search(r"STACK:0 .*LOCAL:0 ", compiled(kernel, arch, tmp_path, **given)[1])

@@ -251,7 +251,7 @@ def _local_work(param: Tensor) -> Calls:
     encode_displacement()
     rule, means = Average(ranks, bits), list[Mean]()
     for message, votes in zip(layout.messages, sent, strict=True):
-        rows = torch.full((-(-message.rows.count // WORD),), -1, device=param.device)
+        rows = torch.full((-(-len(message.rows) // WORD),), -1, device=param.device)
         planes, every = votes.planes.expand(ranks, -1, -1), slice(0, message.words)
         active, words = rows.expand(ranks, -1), message.words
         verdict = form.verdict_on(planes, active, message.rows, every, rule, 1, words)
@@ -288,11 +288,11 @@ def vote_work(
     for n in ranks:
         warm_up(layout, context.options, n)
     steps: list[form.TorchVote | KernelVote] = []
-    chosen = form.vote_on if kernels else form.TorchVote
+    chosen = form.vote_of if kernels else form.TorchVote
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
     # All ranks vote on all rows.
-    rows = [torch.full((-(-m.rows.count // WORD),), -1, device=m.device) for m in layout.messages]
+    rows = [torch.full((-(-len(m.rows) // WORD),), -1, device=m.device) for m in layout.messages]
 
     def encode_all() -> None:
         steps[:] = [chosen(message, context) for message in layout.messages]

@@ -318,7 +318,7 @@ def _messages(case: Case) -> list[tuple[int, int]]:
     device = torch.device(case.machine.device)
     tensors = [torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.work.shapes]
     cut = messages([replace(Slot.of(tensor, 0), device=device) for tensor in tensors])
-    return [(m.words, m.rows.count) for m in cut]
+    return [(m.words, len(m.rows)) for m in cut]
 
 
 def _local_steps(
