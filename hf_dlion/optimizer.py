@@ -436,7 +436,7 @@ class DistributedLion(torch.optim.Optimizer):
         else:
             context.age_rows(slot for slot in layout.slots if not slot.full_precision)
             vote(layout, context, ranks)
-            if layout.full_precision:
+            if layout.averaged_messages:
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
                     slot.momentum = None

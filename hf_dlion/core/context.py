@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dlion.core.idle_rows import aged
+from hf_dlion.core.idle_rows import update_age
 from hf_dlion.core.layout import Piece, Scratch
 from hf_dlion.core.rounding import random_bits
 from hf_dlion.core.slot import Slot
@@ -68,9 +68,9 @@ class StepContext:
         return random_bits(piece.size, piece.first, self.step, self.options.seed, stream, words)
 
     def age_rows(self, slots: Iterable[Slot]) -> None:
-        """Counts an update of the slots' momenta, and notes the rows in which u is 0."""
+        """Counts an update of the slots' momenta, and notes the old rows, in which u is 0."""
         for slot in slots:
             slot.old = None
             if slot.grad is not None:
                 beta2 = float(self.groups[slot.group]["betas"][1])
-                slot.old = aged(self.state[slot.param], slot.idle, beta2)
+                slot.old = update_age(self.state[slot.param], slot.idle, beta2)

@@ -33,12 +33,13 @@ def memory_of(beta2: float) -> int:
     return min(round(1 / (1 - beta2)), 2**31 - 1)  # Ages are int32.
 
 
-def zero_rows(grad: Tensor, row: int) -> Tensor | None:
+def zero_rows(grad: Tensor, row_size: int) -> Tensor | None:
     """Returns which rows of a gradient on a CPU are zero, bool, shape (R,); None if none is.
 
-    `grad` is flat and not empty, and `row` is the number of elements of a row, 0 for a single one.
+    `grad` is flat and not empty, and a row has `row_size` elements, 0 for a single row.
     """
-    integers = grad.view(_INTEGERS[grad.element_size()]).numpy().reshape(-1, row or grad.numel())
+    integers = grad.view(_INTEGERS[grad.element_size()]).numpy()
+    integers = integers.reshape(-1, row_size or grad.numel())
     if (integers[:, 0] << 1).all():  # Without the sign: -0.0 is zero, too.
         return None  # Almost always, and it reads one element per row.
     zero: np.ndarray[Any, Any] = np.bitwise_or.reduce(integers, axis=1) << 1 == 0
@@ -59,22 +60,22 @@ def survey(slots: Sequence[Slot]) -> bool:
         if grad is None or not grad.numel():
             continue
         if grad.device.type != "cpu":
-            by_device.setdefault(grad.device, []).append((slot, largest(grad, slot.row)))
+            by_device.setdefault(grad.device, []).append((slot, largest(grad, slot.row_size)))
             continue
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not math.isfinite(grad.sum(dtype=wide).item()) and not grad.isfinite().all():
             return _none_is_idle(slots)
-        slot.idle = zero_rows(grad, slot.row)
-    for found in by_device.values():
-        joined = torch.cat([magnitudes for _, magnitudes in found])
+        slot.idle = zero_rows(grad, slot.row_size)
+    for slots_with_largest in by_device.values():
+        joined = torch.cat([magnitudes for _, magnitudes in slots_with_largest])
         finite, some_zero = torch.stack([joined.isfinite().all(), joined.eq(0).any()]).tolist()
         if not finite:
             return _none_is_idle(slots)
         if some_zero:
-            rows, zero = [len(magnitudes) for _, magnitudes in found], joined.eq(0)
-            marks, copies = (torch.split(own, rows) for own in (zero, zero.cpu()))
-            for (slot, _), mark, copy in zip(found, marks, copies, strict=True):
-                slot.idle = mark if copy.any() else None
+            lengths, zero = [len(magnitudes) for _, magnitudes in slots_with_largest], joined.eq(0)
+            by_slot, on_host = torch.split(zero, lengths), torch.split(zero.cpu(), lengths)
+            for (slot, _), idle, copy in zip(slots_with_largest, by_slot, on_host, strict=True):
+                slot.idle = idle if copy.any() else None
     return True
 
 
@@ -84,17 +85,18 @@ def _none_is_idle(slots: Sequence[Slot]) -> bool:
     return False
 
 
-def largest(grad: Tensor, row: int) -> Tensor:
+def largest(grad: Tensor, row_size: int) -> Tensor:
     """Returns the largest magnitude in each row of a flat gradient, shape (R,)."""
-    rows = grad.view(-1, row or grad.numel())
+    rows = grad.view(-1, row_size or grad.numel())
     magnitudes: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
     return magnitudes
 
 
-def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | None:
-    """Counts an update of a momentum; returns the rows with u = 0, bool, shape (R,); None if none.
+def update_age(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | None:
+    """Counts an update of a momentum; returns the old rows, in which u is 0.
 
-    Call it once per step for each parameter with a gradient.
+    They are bool, shape (R,), and None if no row is old. Call it once per step for each parameter
+    with a gradient.
 
     Args:
         state: The optimizer's state of the parameter; `AGE` in it is changed.
@@ -112,19 +114,19 @@ def aged(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | N
     return old if old.device.type != "cpu" or old.any() else None
 
 
-def silence(u: Tensor, start: int, old: Tensor, row: int) -> None:
+def silence(u: Tensor, start: int, old: Tensor, row_size: int) -> None:
     """Sets u to 0 in the rows that `old` marks.
 
-    u has the elements of a tensor from number `start`, and a row has `row` elements.
+    u has the elements of a tensor from number `start`, and a row has `row_size` elements.
     """
     stop = start + u.numel()
-    first, last = start // row, -(-stop // row)
-    if u.numel() == (last - first) * row and u.device.type == "cpu":
+    first, last = start // row_size, -(-stop // row_size)
+    if u.numel() == (last - first) * row_size and u.device.type == "cpu":
         # masked_fill_ would take 6 times as long (torch 2.13).
-        u.view(-1, row).numpy()[old[first:last].numpy()] = 0.0
-    elif u.numel() == (last - first) * row:
-        u.view(-1, row).masked_fill_(old[first:last, None], 0.0)
+        u.view(-1, row_size).numpy()[old[first:last].numpy()] = 0.0
+    elif u.numel() == (last - first) * row_size:
+        u.view(-1, row_size).masked_fill_(old[first:last, None], 0.0)
     else:  # A part of one long row, or the end of one and the begin of the next.
-        cut = (first + 1) * row - start
+        cut = (first + 1) * row_size - start
         u[:cut].masked_fill_(old[first], 0.0)
         u[cut:].masked_fill_(old[last - 1], 0.0)

@@ -93,8 +93,8 @@ class Piece:
     def head(self, words: int) -> Piece:
         """Returns the piece's first words, at most so many."""
         size = min(words * WORD, self.size)
-        own = slice(self.words.start, self.words.start + size // WORD)
-        head = Piece(self.group, self.stored, self.device, self.first, own, size)
+        head_words = slice(self.words.start, self.words.start + size // WORD)
+        head = Piece(self.group, self.stored, self.device, self.first, head_words, size)
         head.stretches = [
             stretch._replace(stop=min(stretch.stop, stretch.start + size - stretch.at))
             for stretch in self.stretches
@@ -113,7 +113,8 @@ class Piece:
     def read(self, field: Field, scratch: Scratch) -> Tensor:
         """Returns one tensor of the slots in the piece's dtype: a view if possible, else scratch.
 
-        Padding, and slots without the tensor, are zeros.
+        Padding, and slots without the tensor, are zeros. To change a view, as of a large float32
+        tensor, is to change the slot's tensor at once, before `write`.
         """
         if (tensor := self._whole(field)) is not None:
             return tensor[self.stretches[0].start : self.stretches[0].stop]
@@ -135,12 +136,13 @@ class Piece:
     ) -> None:
         """Writes back what `read` returned and was changed, which it rounds in place.
 
-        bfloat16 and float16 are rounded stochastically, with the random bits that `random` returns,
-        or to nearest without it. `without_infs` then writes the largest number in the place of an
-        Inf.
+        Does nothing if `read` returns a view, because the slot's tensor has changed already. If it
+        returns a copy, `flat` may be other memory. bfloat16 and float16 are rounded stochastically,
+        with the random bits that `random` returns, or to nearest without it. `without_infs` then
+        writes the largest number in the place of an Inf.
         """
         if self._whole(field) is not None:
-            return  # `flat` is a view of the tensor.
+            return
         tensors, places = self._pairs(field, flat)
         if not tensors:
             return
@@ -188,7 +190,7 @@ class Span(NamedTuple):
     slot: Slot
     first: int
     words: int
-    row: int
+    row_words: int
 
 
 @dataclass(eq=False)
@@ -204,10 +206,11 @@ class Message:
     @functools.cached_property
     def rows(self) -> Rows:
         """The message's rows."""
-        return Rows([(span.words // span.row, span.row) for span in self.spans], self.device)
+        lengths = [(span.words // span.row_words, span.row_words) for span in self.spans]
+        return Rows(lengths, self.device)
 
     @functools.cached_property
-    def whole(self) -> Tensor:
+    def unpadded(self) -> Tensor:
         """Which words have no padding, bool, shape (W,)."""
         flags = torch.ones(self.words, dtype=torch.bool)
         flags[self.padded] = False
@@ -218,51 +221,53 @@ class Message:
         count = torch.zeros(len(self.rows), dtype=torch.int32, device=self.device)
         return count.index_add_(0, self.rows.of_word, words.to(torch.int32)) > 0
 
-    def add(self, slot: Slot, start: int, stop: int, first: int, limit: int) -> int:
-        """Adds a stretch of a slot and returns its words; a piece has up to `limit` elements.
+    def add(self, slot: Slot, start: int, stop: int, first: int, piece_limit: int) -> int:
+        """Adds a stretch of a slot and returns its words; a piece has up to so many elements.
 
         `first` is the number of the stretch's first element in the layout.
         """
-        words, key = -(-(stop - start) // WORD), (slot.group, slot.dtype)
+        size, key = stop - start, (slot.group, slot.dtype)
+        words = -(-size // WORD)
         piece = self.pieces[-1] if self.pieces else None
-        if not piece or (piece.group, piece.stored) != key or piece.size + stop - start > limit:
+        if not piece or (piece.group, piece.stored) != key or piece.size + size > piece_limit:
             piece = Piece(*key, slot.device, first, slice(self.words, self.words))
             self.pieces.append(piece)
         piece.stretches.append(Stretch(slot, start, stop, at=piece.size))
-        span = Span(slot, self.words, 0, (slot.row or -(-slot.size // WORD) * WORD) // WORD)
+        row_words = (slot.row_size or -(-slot.size // WORD) * WORD) // WORD
+        span = Span(slot, self.words, 0, row_words)
         if self.spans and self.spans[-1].slot is slot:
             span = self.spans.pop()
         self.spans.append(span._replace(words=span.words + words))
         self.words += words
-        if (stop - start) % WORD:
+        if size % WORD:
             self.padded.append(self.words - 1)
         piece.words = slice(piece.words.start, self.words)
         piece.size += words * WORD
         return words
 
 
-def messages(slots: Sequence[Slot], after: Sequence[Message] = ()) -> list[Message]:
+def messages_of(slots: Sequence[Slot], after: Sequence[Message] = ()) -> list[Message]:
     """Returns the messages of slots, the same on every rank; empty ones are skipped.
 
     The elements of `after`, messages of other slots, come first in the layout.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     number = sum(message.words for message in after)  # of the next word in the layout
     total = sum(slot.size for slot in slots)
     for slot in slots:
-        limit = PIECE.get(slot.device.type, PIECE_ELSEWHERE)
-        most = max(MESSAGE.get(slot.device.type, MESSAGE_ELSEWHERE), total // MESSAGES)
-        row = slot.row or -(-slot.size // WORD) * WORD or WORD
+        piece_limit = PIECE.get(slot.device.type, PIECE_ELSEWHERE)
+        message_limit = max(MESSAGE.get(slot.device.type, MESSAGE_ELSEWHERE), total // MESSAGES)
+        row_size = slot.row_size or -(-slot.size // WORD) * WORD or WORD
         # Rows that are longer than a piece are cut between words.
-        stride = limit // row * row or limit
+        stride = piece_limit // row_size * row_size or piece_limit
         for start in range(0, slot.size, stride):
-            last = found[-1] if found else None
-            is_over = last and (last.device != slot.device or last.words * WORD >= most)
-            if last is None or (start % row == 0 and is_over):
-                found.append(last := Message(slot.device))
+            last = messages[-1] if messages else None
+            is_over = last and (last.device != slot.device or last.words * WORD >= message_limit)
+            if last is None or (start % row_size == 0 and is_over):
+                messages.append(last := Message(slot.device))
             stop = min(start + stride, slot.size)
-            number += last.add(slot, start, stop, number * WORD, limit)
-    return found
+            number += last.add(slot, start, stop, number * WORD, piece_limit)
+    return messages
 
 
 @dataclass(eq=False)
@@ -273,7 +278,7 @@ class Layout:
         key: Properties of the parameters on which the layout depends.
         slots: The tensors, in the order of the groups.
         messages: Messages of the tensors that are voted on.
-        full_precision: Messages of the tensors whose gradients are averaged instead.
+        averaged_messages: Messages of the tensors of `full_precision`, which are averaged instead.
         signatures: What ranks compare of each tensor.
         device: Device of the first tensor.
     """
@@ -284,8 +289,8 @@ class Layout:
     def __post_init__(self) -> None:
         voted = [slot for slot in self.slots if not slot.full_precision]
         averaged = [slot for slot in self.slots if slot.full_precision]
-        self.messages = messages(voted)
-        self.full_precision = messages(averaged, after=self.messages)
+        self.messages = messages_of(voted)
+        self.averaged_messages = messages_of(averaged, after=self.messages)
         devices = list(dict.fromkeys(slot.device for slot in self.slots))
         self.device = devices[0] if devices else torch.device("cpu")
         self.signatures = [slot.signature(devices.index(slot.device)) for slot in self.slots]
@@ -293,7 +298,7 @@ class Layout:
     @property
     def all_messages(self) -> list[Message]:
         """The messages of all tensors."""
-        return [*self.messages, *self.full_precision]
+        return [*self.messages, *self.averaged_messages]
 
     def release(self) -> None:
         """Forgets tensors whose memory the user may free between two steps."""

@@ -77,17 +77,13 @@ def _local_step(piece: Piece, context: StepContext) -> None:
     if not piece.is_low:
         piece.write(Field.MOVING, p.add_(sign, alpha=-lr), partial(context.random, PARAMETERS))
         return
-    y = torch.add(
-        p, piece.read(Field.COMPENSATION, context.scratch), out=piece.memory("own", context.scratch)
-    )
+    # Of 16 bits, `read` returns a copy, so `write` takes y, which `read` never returned.
+    c, y = piece.read(Field.COMPENSATION, context.scratch), piece.memory("y", context.scratch)
+    torch.add(p, c, out=y)
     piece.write(Field.MOVING, y.add_(sign, alpha=-lr), None, without_infs=True)
     left = y.sub_(piece.read(Field.MOVING, context.scratch))
-    piece.write(
-        Field.COMPENSATION,
-        left,
-        partial(context.random, COMPENSATIONS + context.voter),
-        without_infs=True,
-    )
+    random = partial(context.random, COMPENSATIONS + context.voter)
+    piece.write(Field.COMPENSATION, left, random, without_infs=True)
 
 
 def move_from_anchor(piece: Piece, mean: Tensor, context: StepContext) -> None:
@@ -213,11 +209,11 @@ def tensor_sums(
             active_words[piece.words] = True if active is None else active
             total[piece.words] = codec.word_sums(u, piece.memory("levels", context.scratch))
         active_rows, row = message.rows_with(active_words), 0
-        for slot, first, words, words_per_row in message.spans:
-            rows = active_rows[row : row + words // words_per_row]
-            row += words // words_per_row
+        for slot, first, words, row_words in message.spans:
+            rows = active_rows[row : row + words // row_words]
+            row += words // row_words
             parts[slot].append(total[first : first + words])
-            counts[slot] = counts[slot] + rows.sum() * min(words_per_row * WORD, slot.size)
+            counts[slot] = counts[slot] + rows.sum() * min(row_words * WORD, slot.size)
     sums = [_tree_sum(torch.cat(parts[slot])) if parts[slot] else zeros[slot] for slot in slots]
     return sums, [counts[slot].clamp_min(1) for slot in slots]
 

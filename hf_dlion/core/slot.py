@@ -81,7 +81,7 @@ class Slot:
 
     Attributes:
         size: Number of elements.
-        row: Elements per row, 0 if the tensor is one row.
+        row_size: Elements per row, 0 if the tensor is one row.
         group: Index of the parameter group.
         full_precision: Whether its gradient is averaged instead of voted on.
         synced: Whether the voters average momenta of it that differ.
@@ -99,7 +99,7 @@ class Slot:
     """
 
     size: int
-    row: int
+    row_size: int
     group: int
     dtype: torch.dtype
     device: torch.device
@@ -124,8 +124,8 @@ class Slot:
         length = part.stride(0) if part.dim() and part.numel() else 0
         # If the first dimension isn't the outermost in memory, its slices aren't contiguous.
         outermost = length * part.shape[0] == part.numel() if length else False
-        row = length if outermost and length % WORD == 0 else 0
-        return cls(part.numel(), row, group, part.dtype, part.device)
+        row_size = length if outermost and length % WORD == 0 else 0
+        return cls(part.numel(), row_size, group, part.dtype, part.device)
 
     @property
     def anchor(self) -> Tensor | None:

@@ -79,7 +79,7 @@ def average_displacements(
     # Tensors of `full_precision` are averaged without votes.
     set_means(layout, Field.DISPLACEMENT, [voters.world_size] * len(layout.slots), voters)
     stats.lap("exchange_s", layout.device)
-    for piece in (piece for message in layout.full_precision for piece in message.pieces):
+    for piece in (piece for message in layout.averaged_messages for piece in message.pieces):
         if piece.has(Field.MOVING):
             move_from_anchor(piece, piece.read(Field.MEAN, context.scratch), context)
     for slot in layout.slots:

@@ -53,7 +53,7 @@ def voted(message: Message, context: StepContext, rule: Rule, ranks: Topology) -
     stats.lap("exchange_s", message.device)
     if message.pieces[0].first == 0 and context.bits == 1 and isinstance(rule, Majority):
         voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
-        voting &= message.whole[:SAMPLE]
+        voting &= message.unpadded[:SAMPLE]
         planes = [plane[:SAMPLE].clone() for plane in verdict.planes]
         stats.sample = votes.planes[0, :SAMPLE].clone(), planes, voting
     step.move(verdict, rule)

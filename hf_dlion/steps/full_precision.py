@@ -41,7 +41,7 @@ def step_in_full_precision(
     survey(slots)
     context = replace(context, voter=0)
     context.age_rows(slots)
-    plain_lion(layout.full_precision, context, exact=True)
+    plain_lion(layout.averaged_messages, context, exact=True)
     for slot in slots:
         slot.mean = None
 

@@ -27,7 +27,7 @@ def set_means(layout: Layout, field: Field, counts: Sequence[int], wire: Wire) -
                 slot.mean = torch.zeros_like(slot.moving, dtype=wide)
                 if (tensor := slot.get(field)) is not None:
                     slot.mean.copy_(tensor)
-    for message in layout.full_precision:
+    for message in layout.averaged_messages:
         stretches: dict[torch.dtype, list[Tensor]] = {}
         for slot, start, stop, _ in (own for piece in message.pieces for own in piece.stretches):
             if slot.mean is not None:

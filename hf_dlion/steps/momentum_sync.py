@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
-from hf_dlion.core.layout import Message, Piece, messages
+from hf_dlion.core.layout import Message, Piece, messages_of
 from hf_dlion.core.rounding import SYNCHRONIZED
 from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Field, Slot
@@ -105,7 +105,7 @@ def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology
     """
     if not slots:
         return
-    sent, source = messages(slots), partial(read_momentum, context=context)
+    sent, source = messages_of(slots), partial(read_momentum, context=context)
     own = SCALE.amounts(slots, sent, source, context)
     words = torch.tensor(own, dtype=torch.float64).view(torch.int64)
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dlion import DistributedLion
 from hf_dlion.core import layout
 from hf_dlion.core.flat import momentum_of
-from hf_dlion.core.layout import Layout, messages
+from hf_dlion.core.layout import Layout, messages_of
 from hf_dlion.core.slot import LocalState, Slot
 from tests.support.spawn import on_ranks
 
@@ -42,7 +42,7 @@ def test_a_row_is_never_cut_between_messages(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(layout.MESSAGE, "cpu", 1 << 13)
     monkeypatch.setattr(layout, "MESSAGES", 1 << 20)
     shapes = [(37, 64 * 5), (3,), (1000, 64), (11, 64 * 40)]
-    plan = messages([Slot.of(torch.empty(shape), 0) for shape in shapes])
+    plan = messages_of([Slot.of(torch.empty(shape), 0) for shape in shapes])
     for own in plan:
         for _, _, words, row in own.spans:
             assert words % row == 0

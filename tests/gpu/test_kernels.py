@@ -19,7 +19,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from hf_dlion import DistributedLion
 from hf_dlion.core.context import StepContext
-from hf_dlion.core.layout import Scratch, messages
+from hf_dlion.core.layout import Scratch, messages_of
 from hf_dlion.core.lion import apply_verdict, plain_lion
 from hf_dlion.core.rule import Average, Majority
 from hf_dlion.core.slot import LocalState, Slot
@@ -55,7 +55,7 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
     """Counts words from the middle of a message, as two_phase and nodes do, and silences rows."""
     random, layout = np.random.default_rng(0), Layout(SHAPES)
     with form("kernels"):
-        rows, words = messages(slots_of(SHAPES))[0].rows, int(layout.starts[-1]) // 64
+        rows, words = messages_of(slots_of(SHAPES))[0].rows, int(layout.starts[-1]) // 64
         for ranks in (*range(1, 10), 127):
             codes = random.integers(0, 2, (ranks, 64 * words))
             if ranks > 2:
@@ -118,7 +118,7 @@ def test_means_of_any_number_of_ranks_are_rounded_once() -> None:
             digits = sums >> np.arange(ranks.bit_length())[:, None] & 1
             planes = np.packbits(digits.astype("u1"), axis=1, bitorder="little").view("i8")
             verdict = Verdict(*(torch.from_numpy(own).to(DEVICE) for own in (planes, voters)))
-            [message] = messages([slot])
+            [message] = messages_of([slot])
             launches.KernelVote(message, context_of()).move(verdict, Average(ranks, 1))
             means = (2 * sums - voters.repeat(64)) / ranks
             moved = definition.apply_verdict(start.numpy(), means, lr=1e-3, weight_decay=0.1)
@@ -142,7 +142,7 @@ def test_special_numbers_equal_the_definition(dtype: torch.dtype) -> None:
         grad = own.float()
         grad.view(torch.int32)[192:256] = 0x7FFFFFFF  # The NaN that a GPU computes.
         slot.grad, slot.momentum = grad.to(DEVICE), own.nan_to_num(nan=1.0).to(DEVICE)
-        [message] = messages([slot])
+        [message] = messages_of([slot])
         votes = launches.KernelVote(message, context_of()).encode()
         found = np.unpackbits(votes.planes.cpu().numpy().view(np.uint8), bitorder="little")
         wide, rounds = torch.lerp(own.float(), own.float(), 0.1).numpy(), dtype == torch.bfloat16
@@ -166,7 +166,7 @@ def test_momenta_are_interpolated_from_the_end_that_torch_takes(beta: float) -> 
     with form("kernels"):
         [slot] = slots_of([(64,)])
         slot.grad, slot.momentum = g.to(DEVICE), m.to(DEVICE)
-        launches.KernelVote(messages([slot])[0], context_of(betas=(0.9, beta))).encode()
+        launches.KernelVote(messages_of([slot])[0], context_of(betas=(0.9, beta))).encode()
         assert torch.equal(slot.momentum.cpu(), torch.lerp(m, g, 1 - beta))
 
 
@@ -184,7 +184,7 @@ def test_a_rate_of_zero_moves_by_a_signed_zero(dtype: torch.dtype, name: str) ->
         with form(name):
             [slot] = slots_of([(64,)], dtype)
             grad = torch.full((64,), float(vote), dtype=dtype).to(DEVICE)
-            [message], voters = messages([slot]), torch.ones(1, dtype=torch.int32, device=DEVICE)
+            [message], voters = messages_of([slot]), torch.ones(1, dtype=torch.int32, device=DEVICE)
             for ties in ("alternate", "zero", None):
                 slot.p = slot.moving = torch.full((64,), -0.0, dtype=dtype).to(DEVICE)
                 slot.grad = slot.momentum = None
@@ -228,7 +228,7 @@ def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
         )
         slot.p = slot.moving = p
         slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
-        [message] = messages([slot])
+        [message] = messages_of([slot])
         launches.local_step([message], context_of(lr=1e38))
         assert [own.unique().tolist() for own in (m, p, c)] == [[-most], [most], [0.0]]
 
@@ -247,7 +247,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         slot.p = slot.moving = p
         slot.grad, slot.momentum = g, m
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
-        [message] = messages([slot])
+        [message] = messages_of([slot])
         step = launches.KernelVote(message, context)
         verdicts: dict[str, Any] = {"planes": planes, "by_row": voters, "voters": 2}
         launches.each_tile("encode", step._encode, planes=planes, by_row=rows)
@@ -283,16 +283,16 @@ def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
             slot.p = slot.moving = p
             slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
             launches.local_step(
-                messages([slot]), context_of()
+                messages_of([slot]), context_of()
             )  # The first one patches the interpreter.
             with pytest.MonkeyPatch.context() as monkeypatch:
                 monkeypatch.setattr(tl, "multiple_of", checked)
-                launches.local_step(messages([slot]), context_of())
+                launches.local_step(messages_of([slot]), context_of())
 
 
 def test_no_part_of_a_tensor_has_two_keys_of_random_bits() -> None:
     slot = Slot.of(torch.empty(2**26 + 2, 128, device="meta"), 0)
-    parts = [part for message in messages([slot]) for part in launches.slot_lines(message)]
+    parts = [part for message in messages_of([slot]) for part in launches.slot_lines(message)]
     sizes = [part.place.size for part in parts]
     assert sum(sizes) == slot.size
     assert all(
@@ -350,7 +350,10 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
         slot.p = slot.moving = p
         slot.grad, slot.momentum = g, m
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
-        [message], voters = messages([slot]), torch.full((96,), 2, dtype=torch.int32, device=DEVICE)
+        [message], voters = (
+            messages_of([slot]),
+            torch.full((96,), 2, dtype=torch.int32, device=DEVICE),
+        )
         step = launches.KernelVote(message, context_of())
         votes = step.encode()
         one = Verdict(votes.planes, voters)

@@ -18,7 +18,7 @@ import torch
 from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.core.codec import TOP, WORD
-from hf_dlion.core.layout import messages
+from hf_dlion.core.layout import messages_of
 from hf_dlion.core.slot import Slot
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.meeting import HEADER_BYTES
@@ -317,7 +317,7 @@ def _messages(case: Case) -> list[tuple[int, int]]:
     """Returns words and rows of a step's messages, as the optimizer cuts them."""
     device = torch.device(case.machine.device)
     tensors = [torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.work.shapes]
-    cut = messages([replace(Slot.of(tensor, 0), device=device) for tensor in tensors])
+    cut = messages_of([replace(Slot.of(tensor, 0), device=device) for tensor in tensors])
     return [(m.words, len(m.rows)) for m in cut]
 
 
