@@ -234,9 +234,9 @@ def only_one(model: nn.Module, kind: type[M]) -> M | None:
     Raises:
         ValueError: If there are several.
     """
-    found = [module for module in model.modules() if isinstance(module, kind)]
-    inner = {part for module in found for part in module.modules() if part is not module}
-    outermost = [module for module in found if module not in inner]
+    matches = [module for module in model.modules() if isinstance(module, kind)]
+    inner = {part for module in matches for part in module.modules() if part is not module}
+    outermost = [module for module in matches if module not in inner]
     if len(outermost) > 1:
         raise ValueError(
             f"{type(model).__name__} has {len(outermost)} modules of class {kind.__name__}, none "

@@ -40,17 +40,19 @@ class Guards:
     Attributes:
         momenta_equal: Whether momenta of averaged gradients are known to be equal on all
             voters. It changes on all of them together, unlike a layout.
-        since_exchange: Number of local steps from which this rank abstained since the last
+        local_abstentions: Number of local steps from which this rank abstained since the last
             exchange.
     """
 
-    def __init__(self, owner: ddp.Owner, params: Params, options: Options, wire: WireStats) -> None:
+    def __init__(
+        self, owner: ddp.Owner, params: Params, options: Options, stats: WireStats
+    ) -> None:
         """`owner` is the optimizer, which owns the parameters of DDP wrappers."""
         self._owner: ddp.Owner = weakref.proxy(owner)  # Not a cycle.
-        self._params, self._options, self._wire = params, options, wire
+        self._params, self._options, self._stats = params, options, stats
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
-        self._comparisons = self.since_exchange = 0
+        self._comparisons = self.local_abstentions = 0
         self._attached: Layout | None = None  # The layout for which `attach` was called as needed.
         self._abstained: list[int] = []  # Consecutive steps in which each rank abstained.
 
@@ -93,7 +95,7 @@ class Guards:
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self.check_abstentions(ranks)
         has_none = bool(report.present) and not any(report.present)
-        report.abstained = self.since_exchange + (has_none or not report.finite)
+        report.abstained = self.local_abstentions + (has_none or not report.finite)
 
     def check_wrapper(self, model: nn.Module) -> None:
         """Refuses a wrapper that was made within a period of local steps.
@@ -173,14 +175,14 @@ class Guards:
         """
         if ranks is not None and is_local:
             votes = [True] * ranks.everyone.world_size
-            votes[ranks.everyone.rank] = report.abstained == self.since_exchange
-            self.since_exchange = report.abstained
+            votes[ranks.everyone.rank] = report.abstained == self.local_abstentions
+            self.local_abstentions = report.abstained
             if report.kind is Kind.EXCHANGE:
                 self.count_exchange(agreed)
         else:
             voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
             votes = [agreed.votes[voter] for voter in voter_of_rank]
-            self._wire.abstentions += votes.count(False)
+            self._stats.abstentions += votes.count(False)
         if len(self._abstained) != len(votes):  # Steps before had one rank.
             self._abstained = [0] * len(votes)
         # A count at the limit stays until it is checked.
@@ -194,8 +196,8 @@ class Guards:
 
     def count_exchange(self, agreed: Agreed) -> None:
         """Counts the local steps from which ranks abstained in the period that ends."""
-        self._wire.abstentions += agreed.abstained
-        self.since_exchange = 0
+        self._stats.abstentions += agreed.abstained
+        self.local_abstentions = 0
 
     def check_abstentions(self, ranks: Topology | None) -> None:
         """Raises RuntimeError if a rank abstained in as many consecutive steps as the limit."""
@@ -218,7 +220,7 @@ class Guards:
         32 (N - 1) after a comparison of parameters, 8 (N - 1) more with nodes; 16 (N - 1) after a
         load.
         """
-        texts: list[str] = []
+        warnings: list[str] = []
         step = self._params.steps + 1
         if not self._compared_gradients or (step >= COMPARED_FROM and step.bit_count() == 1):
             self._compared_gradients = True
@@ -231,12 +233,12 @@ class Guards:
                     sides[slot.param in wrapped].append(slot.grad)
             what = "hashes of gradients"
             if any([all_ranks_have(grads, ranks.voters, what) for grads in sides.values()]):
-                texts.append(AVERAGED_GRADIENTS)
+                warnings.append(AVERAGED_GRADIENTS)
             if ranks.node is not None:
-                own = fingerprints([grad for grads in sides.values() for grad in grads])
-                table = ranks.everyone.gather_words([digest(own)], what)
+                hashes = fingerprints([grad for grads in sides.values() for grad in grads])
+                table = ranks.everyone.gather_words([digest(hashes)], what)
                 if node := ranks.unequal_node(table.view(-1).tolist()):
-                    texts.append(
+                    warnings.append(
                         f"{ranks.everyone.named(node)} vote as one node, but their gradients "
                         f"differ: something changed those of one rank after DDP averaged them, or "
                         f"the last backward of a step was in no_sync(). {SAME_IN_NODE}"
@@ -248,8 +250,8 @@ class Guards:
                 self._params.flat_momentum(p) for p in trained if "exp_avg" in state.get(p, {})
             ]
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
-                texts.append(COPIED_MOMENTA)
-        return texts if ranks.everyone.rank == 0 else []
+                warnings.append(COPIED_MOMENTA)
+        return warnings if ranks.everyone.rank == 0 else []
 
     def compare_replicas(self, ranks: Topology) -> None:
         """Verifies that parameters are equal on all ranks, which must all call this."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, overload
+from warnings import warn
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ class DistributedLion(torch.optim.Optimizer):
         if options.vote_every > 1:
             self.local = LocalSteps(options.vote_every, self.params.local_states)
         self.peers = Peers(self.params, self.local, options, process_group, replicate)
-        self.wire = self.peers.wire
+        self.wire = self.peers.stats
         self.guards = Guards(self, self.params, options, self.wire)
         self._scratch = Scratch()
         self._warm: tuple[Layout | None, int] = None, 0  # A layout and voters of which kernels ran.
@@ -277,7 +277,7 @@ class DistributedLion(torch.optim.Optimizer):
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
                 )
             return
-        report, layout = Report(Kind.EXCHANGE, abstained=self.guards.since_exchange), Layout()
+        report, layout = Report(Kind.EXCHANGE, abstained=self.guards.local_abstentions), Layout()
         with self.peers.all_or_none(report):
             layout = self.params.fresh_layout()
             local.begin_exchange(layout)
@@ -287,11 +287,11 @@ class DistributedLion(torch.optim.Optimizer):
         ranks = self.peers.ranks
         if ranks is None or ranks.voters.world_size == 1:
             return
-        number, texts = local.exchange(layout, agreed.counts, self._context(0), ranks)
+        number, warnings = local.exchange(layout, agreed.gradient_counts, self._context(0), ranks)
         self._run_periodic_tasks(number, layout)
         layout.release()
-        for text in texts:
-            warnings.warn(text, stacklevel=4)
+        for text in warnings:
+            warn(text, stacklevel=4)
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -380,37 +380,45 @@ class DistributedLion(torch.optim.Optimizer):
             self._warm_up(layout)
         # The one meeting of a step: all ranks continue, or all raise.
         agreed = self.peers.header(report, layout)
-        texts = self._take(report, layout, agreed)
+        warnings = self._take(report, layout, agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
-        for text in texts:  # Last, because a warning may be an error, and ranks would wait.
-            warnings.warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
+        for text in warnings:  # Last, because a warning may be an error, and ranks would wait.
+            warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
         return loss
 
     def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
-        """Takes the step on which the ranks agreed; returns warnings."""
-        ranks, local, moves = self.peers.ranks, self.local, any(agreed.counts)
+        """Takes the step on which the ranks agreed; returns warnings.
+
+        several voters, vote_every > 1:
+          LOCAL_STEP                         a local step
+          LOCAL_STEP_WITH_HEADER             the same, from the first finite gradient on
+          EXCHANGE                           a local step, then the mean of displacements
+        else, a rank has a finite gradient   a vote, or plain Lion for one voter
+        else                                 nothing, and no step is counted
+        """
+        ranks, local, moves = self.peers.ranks, self.local, any(agreed.gradient_counts)
         if local is not None and (
             ranks is None or not local.moves_own_weights(report.kind, agreed, ranks, self.steps)
         ):
             local = None
-        texts: list[str] = []
+        warnings: list[str] = []
         self.guards.note_comparisons(self.peers.comparisons)
         self.guards.count_abstentions(report, agreed, ranks, is_local=local is not None)
         if ranks is not None and report.kind is not Kind.LOCAL_STEP and (local or moves):
-            texts += self.guards.compare_after_changes(layout, ranks)
+            warnings += self.guards.compare_after_changes(layout, ranks)
         number = 0
         if local is not None and ranks is not None:
-            number, more = self._local_step(local, ranks, report.kind, layout, agreed.counts)
-            texts += more
+            number, more = self._local_step(local, ranks, report.kind, layout, agreed)
+            warnings += more
         elif moves:
             number = self._vote(layout, agreed)
         self._run_periodic_tasks(number, layout)
         layout.release()
-        return texts + new_warnings()
+        return warnings + new_warnings()
 
     def _local_step(
-        self, local: LocalSteps, ranks: Topology, kind: Kind, layout: Layout, counts: Sequence[int]
+        self, local: LocalSteps, ranks: Topology, kind: Kind, layout: Layout, agreed: Agreed
     ) -> tuple[int, list[str]]:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         context = self._context(1)
@@ -418,17 +426,17 @@ class DistributedLion(torch.optim.Optimizer):
         local.step(layout, context)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
-        if kind is Kind.STEP and not any(counts):
+        if kind is Kind.LOCAL_STEP_WITH_HEADER and not any(agreed.gradient_counts):
             local.forget_meeting()  # Without a gradient, the ranks didn't compare weights.
         if kind is not Kind.EXCHANGE:
             return 0, []
-        return local.exchange(layout, counts, context, ranks)
+        return local.exchange(layout, agreed.gradient_counts, context, ranks)
 
     def _vote(self, layout: Layout, agreed: Agreed) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""
         context, ranks = self._context(1), self.peers.ranks
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
-        for slot, count in zip(layout.slots, agreed.counts, strict=True):
+        for slot, count in zip(layout.slots, agreed.gradient_counts, strict=True):
             slot.moving = slot.p if count else None
         if ranks is None or ranks.voters.world_size == 1:
             context.age_rows(layout.slots)
@@ -491,11 +499,12 @@ class DistributedLion(torch.optim.Optimizer):
         """
         params = [p for _, p in self.params.named()]
         with self.peers.together(Kind.MOMENTA):
-            here = ["exp_avg" in self.state.get(p, {}) for p in params]
+            has_momentum = ["exp_avg" in self.state.get(p, {}) for p in params]
         if (ranks := self.peers.ranks) is not None:
-            rows = gather_bools(ranks.everyone, here, "which parameters have a momentum")
-            held = [p for p, *row in zip(params, *rows, strict=True) if any(row)]
-            average_whole([self.params.flat_momentum(p) for p in held], ranks.voters)
+            what = "which parameters have a momentum"
+            by_rank = gather_bools(ranks.everyone, has_momentum, what)
+            with_momentum = [p for p, *have in zip(params, *by_rank, strict=True) if any(have)]
+            average_whole([self.params.flat_momentum(p) for p in with_momentum], ranks.voters)
 
     def momentum_divergence(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name.
@@ -539,9 +548,9 @@ class DistributedLion(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
 
-        def leave_momenta(_: object, found: dict[str, Any]) -> None:
+        def leave_momenta(_: object, state_dict: dict[str, Any]) -> None:
             if self.peers.world_size > 1:
-                found["state"] = momenta_only(found["state"])
+                state_dict["state"] = momenta_only(state_dict["state"])
 
         before_those_of_users = self.register_state_dict_post_hook(leave_momenta, prepend=True)
         try:

@@ -53,14 +53,14 @@ class Params:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups."""
-        found: list[dict[str, Any]] = self._optimizer.param_groups
-        return found
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state by parameter."""
-        found: dict[Tensor, dict[str, Any]] = self._optimizer.state
-        return found
+        state: dict[Tensor, dict[str, Any]] = self._optimizer.state
+        return state
 
     @property
     def steps(self) -> int:
@@ -89,17 +89,17 @@ class Params:
         Raises:
             ValueError: If all parameters have names now, and one that an option needs is missing.
         """
-        found: dict[Tensor, str] = {
+        names: dict[Tensor, str] = {
             param: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, param in model.named_parameters()
         }
-        if all(p in self._in_models for p in found):
+        if all(p in self._in_models for p in names):
             return
         self._models += 1
-        others = {name for p, name in self._in_models.items() if p not in found}
-        if others & set(found.values()):
-            found = {p: f"model {self._models}: {name}" for p, name in found.items()}
-        self._in_models.update(found)
+        others = {name for p, name in self._in_models.items() if p not in names}
+        if others & set(names.values()):
+            names = {p: f"model {self._models}: {name}" for p, name in names.items()}
+        self._in_models.update(names)
         self.forget_layout()  # It has the old names.
         self.check_selections()
 
@@ -144,8 +144,8 @@ class Params:
         chosen = self.selected("momentum_sync")
         if self._options.vote_every > 1:  # In local steps, momenta of `full_precision` differ, too.
             return chosen
-        full = self.selected("full_precision")
-        return [own and not equal for own, equal in zip(chosen, full, strict=True)]
+        averaged = self.selected("full_precision")  # Their momenta are equal.
+        return [synced and not equal for synced, equal in zip(chosen, averaged, strict=True)]
 
     def _of_group(self, group: Mapping[str, Any]) -> list[tuple[str | None, Tensor]]:
         passed = group.get("param_names") or [None] * len(group["params"])

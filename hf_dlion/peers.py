@@ -40,7 +40,7 @@ class Peers:
     """An optimizer's process group, and what its ranks do together.
 
     Attributes:
-        wire: Counts of the bytes that this rank sent.
+        stats: Counts of the bytes that this rank sent.
         ranks: The groups of ranks; None before the first header, and for one rank alone.
         comparisons: Number of headers in which the ranks compared their parameters.
     """
@@ -64,7 +64,7 @@ class Peers:
                 "already vote as one"
             )
         self._params, self._local, self._options = params, local, options
-        self.wire = WireStats()
+        self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
         self._created = next(_numbers)
@@ -90,7 +90,7 @@ class Peers:
             ranks = Topology(
                 self.process_group,
                 self._options.local_group,
-                self.wire,
+                self.stats,
                 replicate=self.replicate,
                 device=next((p.device for _, p in self._params.named()), None),
             )

@@ -30,14 +30,14 @@ def loaded_state(
     saved: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """Returns copies of the momentum, in a dtype, and of the age in a parameter's saved state."""
-    found = {}
+    loaded = {}
     if (momentum := saved.get("exp_avg")) is not None:
         # Without Infs, which would decide the vote forever.
         most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
-        found["exp_avg"] = momentum.clamp(-most, most).to(device, dtype)
+        loaded["exp_avg"] = momentum.clamp(-most, most).to(device, dtype)
     if isinstance(age := saved.get(AGE), Tensor):  # torch's flattened state has {} for none.
-        found[AGE] = age.to(device, torch.int32, copy=True)
-    return found
+        loaded[AGE] = age.to(device, torch.int32, copy=True)
+    return loaded
 
 
 class Loading:
@@ -72,8 +72,8 @@ class Loading:
         params, keys = numbered(lion.param_groups), numbered(groups)
         self._saved = [states.get(key, {}) for key in keys]
         # torch.distributed.checkpoint has names as keys, and fills the optimizer's own tensors.
-        steps = [[group["step"] for group in own] for own in (groups, lion.param_groups)]
-        same = keys == [*range(len(params))] and steps[0] == steps[1]
+        saved_steps, steps = ([g["step"] for g in some] for some in (groups, lion.param_groups))
+        same = keys == [*range(len(params))] and saved_steps == steps
         for param, saved in zip(params, self._saved, strict=False):  # torch compares lengths.
             fsdp.check_placement(param, momentum := saved.get("exp_avg"))
             same = same and momentum is self._before.get(param, {}).get("exp_avg")

@@ -147,8 +147,9 @@ def numbers(values: Sequence[Tensor]) -> list[Any]:
     """Returns 0-D tensors of one dtype as numbers; the host waits once if one device has them."""
     if not values:
         return []
-    found: list[Any] = torch.stack([value.to(values[0].device) for value in values]).tolist()
-    return found
+    on_one_device = [value.to(values[0].device) for value in values]
+    as_numbers: list[Any] = torch.stack(on_one_device).tolist()
+    return as_numbers
 
 
 def _hash(tensor: Tensor) -> Tensor:

@@ -116,18 +116,19 @@ class Agreed:
     abstained: int = 0
 
     @functools.cached_property
-    def counts(self) -> list[int]:
+    def gradient_counts(self) -> list[int]:
         """How many ranks have a finite gradient of each parameter, which moves if one has it."""
-        rows = [row for finite, row in zip(self.finite, self.present, strict=True) if finite]
-        return [sum(column) for column in zip(*rows, strict=True)]
+        ranks = zip(self.finite, self.present, strict=True)
+        of_finite = [present for finite, present in ranks if finite]
+        return [sum(have_gradient) for have_gradient in zip(*of_finite, strict=True)]
 
     @property
     def votes(self) -> list[bool]:
         """Whether each rank votes: its gradients are finite, and it has one, unless none has."""
-        some = [any(row) for row in self.present]
+        has_some = [any(has_gradient) for has_gradient in self.present]
         return [
-            finite and (has_one or not any(some))
-            for finite, has_one in zip(self.finite, some, strict=True)
+            finite and (has_one or not any(has_some))
+            for finite, has_one in zip(self.finite, has_some, strict=True)
         ]
 
     def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
@@ -138,7 +139,7 @@ class Agreed:
         return Agreed(
             [all(self.finite[rank] for rank in ranks) for ranks in voters],
             [
-                [all(row) for row in zip(*(self.present[rank] for rank in ranks), strict=True)]
+                [all(have) for have in zip(*(self.present[rank] for rank in ranks), strict=True)]
                 for ranks in voters
             ],
         )
@@ -225,8 +226,8 @@ class Meetings:
         is_early = report.kind is Kind.STEP and not any(map(any, present))
         if is_new := layouts[0] != self._layout and not is_early:
             self._compare_values(layouts[0], parameters)
-        finite = [bool(own & FINITE) for own in flags]
-        return Agreed(finite, present, is_new, sum([own >> ABSTAINED_AT for own in flags]))
+        finite = [bool(word & FINITE) for word in flags]
+        return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
 
     def _hashes(self, report: Report) -> list[int]:
         """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""
@@ -315,8 +316,8 @@ def agree_in_node(
         raise_kinds(kinds, node)
     if not all(all_finite) or len(set(hashes)) == 1:
         return all(all_finite), list(present)
-    rows = gather_bools(node, present, "which parameters have a gradient")
-    return True, [all(column) for column in zip(*rows, strict=True)]
+    by_rank = gather_bools(node, present, "which parameters have a gradient")
+    return True, [all(have_gradient) for have_gradient in zip(*by_rank, strict=True)]
 
 
 def _texts(signatures: Sequence[Signature]) -> list[str]:
@@ -329,9 +330,11 @@ def _first_difference(tables: Sequence[Mapping[str, object]], wire: Wire) -> tup
     Of frozen parameters, the values are the first names that not all ranks have.
     """
     keys = dict.fromkeys(key for table in tables for key in table)
-    rows = {key: [table.get(key, "missing") for table in tables] for key in keys}
-    key, row = next((key, row) for key, row in rows.items() if len(set(map(repr, row))) > 1)
+    by_key = {key: [table.get(key, "missing") for table in tables] for key in keys}
+    key, by_rank = next(
+        (key, by_rank) for key, by_rank in by_key.items() if len(set(map(repr, by_rank))) > 1
+    )
     if key == FROZEN:
-        sets = [set(names) for names in cast("list[list[str]]", row)]
-        row = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
-    return key, wire.by_value(row)
+        sets = [set(names) for names in cast("list[list[str]]", by_rank)]
+        by_rank = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
+    return key, wire.by_value(by_rank)

@@ -60,9 +60,9 @@ def report(group: dist.ProcessGroup) -> list[int]:
         def still_silent(store: Any) -> list[int]:
             return [rank for rank in ranks if not store.check([_key(group, str(rank))])]
 
-        if (found := _ask(still_silent)) is None:
+        if (answer := _ask(still_silent)) is None:
             break
-        silent = found
+        silent = answer
         time.sleep(0.1)
     return silent
 

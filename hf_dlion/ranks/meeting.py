@@ -33,10 +33,12 @@ _ELSEWHERE = (
 class Kind(enum.IntEnum):
     """What the ranks do together. The values are part of the wire format.
 
-    With `vote_every` above 1, STEP is a local step that begins with a header.
+    LOCAL_STEP has no header. LOCAL_STEP_WITH_HEADER is another name of STEP, because with
+    `vote_every` above 1, which all ranks have or none, a step is local.
     """
 
     STEP = 1
+    LOCAL_STEP_WITH_HEADER = STEP
     SAVE = 2
     LOAD = 3
     REPLICATE = 4

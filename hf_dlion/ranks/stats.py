@@ -83,13 +83,13 @@ class WireStats:
             return float(0.5 + 0.5 * same / moved)
         if self.sample is None:
             return math.nan
-        votes, planes, voted = self.sample
-        mine, decided, *ties = [words[voted].cpu().numpy() for words in (votes, *planes)]
+        votes, planes, voting = self.sample
+        mine, decided, *ties = [words[voting].cpu().numpy() for words in (votes, *planes)]
         if not mine.size:
             return math.nan
         tied = ties[0] if ties else np.zeros_like(mine)
-        found = ((mine ^ decided) & ~tied, tied)
-        differs, halves = (float(np.unpackbits(own.view(np.uint8)).mean()) for own in found)
+        masks = ((mine ^ decided) & ~tied, tied)
+        differs, halves = (float(np.unpackbits(mask.view(np.uint8)).mean()) for mask in masks)
         return 1.0 - differs - 0.5 * halves
 
     @property

@@ -96,7 +96,7 @@ class Topology:
         `values` has one of each rank.
         """
         for voter in range(self.voters.world_size if self.node is not None else 0):
-            ranks = [rank for rank, own in enumerate(self.voter_of_rank) if own == voter]
+            ranks = [rank for rank, votes_as in enumerate(self.voter_of_rank) if votes_as == voter]
             if len({values[rank] for rank in ranks}) > 1:
                 return ranks
         return []
@@ -104,7 +104,7 @@ class Topology:
     def _form_replicas(self, group: dist.ProcessGroup) -> None:
         voters = Wire(group, self._stats, device=self._device)
         # Ranks that hold the same parts send the same first rank.
-        first, size = min(voters.ranks), voters.world_size
+        first, size = min(voters.global_ranks), voters.world_size
         _, firsts, sizes, *_ = gather_headers(self.everyone, Kind.REPLICATE, [first, size])
         same_parts = [
             [rank for rank, other in enumerate(firsts) if other == first]
@@ -129,11 +129,11 @@ class Topology:
         except ValueError as error:  # The other ranks wait for this one.
             failure = error
         # torch derives a new group's name from the number of groups that its members are in.
-        groups = len(distributed_c10d._world.pg_names)
-        _, sizes, places, counts, *_ = gather_headers(
-            everyone, Kind.NODES, [size, place, groups], failure=failure, what="local_group"
+        group_count = len(distributed_c10d._world.pg_names)
+        _, sizes, places, group_counts, *_ = gather_headers(
+            everyone, Kind.NODES, [size, place, group_count], failure=failure, what="local_group"
         )
-        size = _checked_size(sizes, places, counts)
+        size = _checked_size(sizes, places, group_counts)
         if size == 1:
             return
         # First nodes, then voters: one order on every rank, so no two ranks wait for each other.
@@ -165,10 +165,10 @@ def _place_in_node(
     return int(size), -1 if place is None else int(place)
 
 
-def _checked_size(sizes: Sequence[int], places: Sequence[int], counts: Sequence[int]) -> int:
+def _checked_size(sizes: Sequence[int], places: Sequence[int], group_counts: Sequence[int]) -> int:
     """Returns the number of ranks per node, or raises Disagreement on every rank.
 
-    Sizes and places are those of `_place_in_node`, and `counts` the numbers of process groups.
+    Sizes and places are those of `_place_in_node`. `group_counts` are numbers of process groups.
     """
     size = sizes[0]
     if len(set(sizes)) > 1:
@@ -186,11 +186,11 @@ def _checked_size(sizes: Sequence[int], places: Sequence[int], counts: Sequence[
             f"the ranks of a node must be consecutive, {size} by {size}, but {_PLACE} is {places} "
             f"in rank order: number the ranks node by node, as torchrun does"
         )
-    if len(set(counts)) > 1:
+    if len(set(group_counts)) > 1:
         raise Disagreement(
-            f"ranks are members of different numbers of process groups, {counts} in rank order, "
-            f"so torch cannot create groups of nodes: take the first step before you create other "
-            f"groups, or make every rank a member of the same number of groups"
+            f"ranks are members of different numbers of process groups, {group_counts} in rank "
+            f"order, so torch cannot create groups of nodes: take the first step before you create "
+            f"other groups, or make every rank a member of the same number of groups"
         )
     return size
 

@@ -85,8 +85,8 @@ class Wire:
     the same shape and dtype. Wait for a `Pending` before you read its output. `what` names the data
     for the message if a rank is lost.
 
-    `ranks` has the numbers of the group's ranks in the default group. `neighbors` is the number of
-    other ranks in the group that are on this rank's node.
+    `global_ranks` has the numbers of the group's ranks in the default group. `neighbors` is the
+    number of other ranks in the group that are on this rank's node.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Wire:
         """
         self.group, self.stats = group, stats
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.global_ranks: list[int] = dist.get_process_group_ranks(group)
         self.neighbors = self.world_size - 1 if in_node else 0
         self._device = device or group.bound_device_id or torch.device("cpu")
         # For example {"cpu": "gloo", "cuda": "nccl"}.
@@ -170,7 +170,7 @@ class Wire:
 
     def named(self, ranks: Sequence[int]) -> str:
         """Returns ranks of the group for a message, by their numbers in the default group."""
-        return named_ranks([self.ranks[rank] for rank in ranks])
+        return named_ranks([self.global_ranks[rank] for rank in ranks])
 
     def by_value(self, values: Sequence[object]) -> str:
         """Returns the values of all ranks for a message: "rank 0: 3, ranks 1 and 2: 4"."""
@@ -224,7 +224,7 @@ class Wire:
             )
         try:
             group: dist.ProcessGroup = dist.new_group(
-                [self.ranks[rank] for rank in members],
+                [self.global_ranks[rank] for rank in members],
                 backend=str(dist.get_backend_config(self.group)),
                 timeout=timeout_of(self.group),
                 use_local_synchronization=True,

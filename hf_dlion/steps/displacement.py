@@ -26,7 +26,7 @@ from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.every_step import SAMPLE, in_lockstep
 from hf_dlion.steps.means import set_means
-from hf_dlion.steps.quantized_mean import Mean, Scale, send_and_average
+from hf_dlion.steps.quantized_mean import Mean, Scale, average_message
 
 # Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
 # where 2 to 8 bits have a level.
@@ -45,7 +45,7 @@ REMEDY = (
 
 
 def average_displacements(
-    layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
+    layout: Layout, gradient_counts: Sequence[int], context: StepContext, ranks: Topology
 ) -> list[str]:
     """Moves the parameters by the mean of how far the ranks moved; every rank must call this.
 
@@ -53,7 +53,7 @@ def average_displacements(
 
     Args:
         layout: The tensors, with local states.
-        counts: How many ranks had a finite gradient of each parameter in the period.
+        gradient_counts: How many ranks had a finite gradient of each parameter in the period.
         context: The context, whose step is the number of this exchange.
         ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) (P + 1) for amounts and a
             checksum, 8 (N - 1) more with nodes, those of `ranks.routes`, and of
@@ -64,17 +64,17 @@ def average_displacements(
             within the period, or the ranks began it with different weights.
     """
     voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
-    by_voter, texts = _amounts_by_voter(layout, scale, context, ranks)
+    by_voter, warnings = _amounts_by_voter(layout, scale, context, ranks)
     scale.set_magnitudes(layout.slots, by_voter)
-    for slot, count, *found in zip(layout.slots, counts, *by_voter, strict=True):
-        if not count and not any(found):  # No rank moved it.
+    for slot, count, *amounts in zip(layout.slots, gradient_counts, *by_voter, strict=True):
+        if not count and not any(amounts):  # No rank moved it.
             slot.moving = None
     stats.drift = []
     source = partial(displacement, context=context)
     tasks = []
     for message in layout.messages:
         move = partial(move_by_mean, message, context, stats)
-        tasks.append(send_and_average(message, scale, source, move, context, ranks))
+        tasks.append(average_message(message, scale, source, move, context, ranks))
     in_lockstep(tasks)
     # Tensors of `full_precision` are averaged without votes.
     set_means(layout, Field.DISPLACEMENT, [voters.world_size] * len(layout.slots), voters)
@@ -85,7 +85,7 @@ def average_displacements(
     for slot in layout.slots:
         slot.mean = None
     stats.lap("apply_s", layout.device)
-    return texts
+    return warnings
 
 
 def _amounts_by_voter(
@@ -93,39 +93,38 @@ def _amounts_by_voter(
 ) -> tuple[list[list[float]], list[str]]:
     """Returns the amount of each parameter by voter, and warnings of those that aren't finite."""
     everyone = ranks.everyone
-    own, texts = _own_amounts(layout, scale, context)
+    amounts, warnings = _amounts(layout, scale, context)
     anchors = [(slot.name, slot.local.anchor) for slot in layout.slots if slot.local is not None]
-    words = torch.tensor(own, dtype=torch.float64).view(torch.int64).tolist()
+    words = torch.tensor(amounts, dtype=torch.float64).view(torch.int64).tolist()
     words.append(digest(checksums([anchor for _, anchor in anchors])))
     if ranks.node is not None:
         tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.compensation)]
         words.append(digest(fingerprints([t for t in tensors if t is not None])))
     # Of all ranks, so those that hold other shards, or are in other nodes, raise together.
     table = everyone.gather_words(words, "how far weights were moved")
-    amounts = table[:, : len(own)].contiguous().view(torch.float64).tolist()
-    _refuse_replaced(layout, amounts, ranks)
-    _refuse_other_anchors(anchors, table[:, len(own)].tolist(), ranks)
+    amounts_by_rank = table[:, : len(amounts)].contiguous().view(torch.float64).tolist()
+    _refuse_replaced(layout, amounts_by_rank, ranks)
+    _refuse_other_anchors(anchors, table[:, len(amounts)].tolist(), ranks)
     _refuse_unequal_nodes(table[:, -1].tolist(), ranks)
-    return [amounts[everyone.ranks.index(rank)] for rank in ranks.voters.ranks], texts
+    voters = [everyone.global_ranks.index(rank) for rank in ranks.voters.global_ranks]
+    return [amounts_by_rank[voter] for voter in voters], warnings
 
 
-def _own_amounts(
-    layout: Layout, scale: Scale, context: StepContext
-) -> tuple[list[float], list[str]]:
+def _amounts(layout: Layout, scale: Scale, context: StepContext) -> tuple[list[float], list[str]]:
     """Returns this rank's amounts, and warnings; a move that isn't finite is undone."""
-    source, texts = partial(displacement, context=context), list[str]()
-    own = scale.amounts(layout.slots, layout.all_messages, source, context)
+    source, warnings = partial(displacement, context=context), list[str]()
+    amounts = scale.amounts(layout.slots, layout.all_messages, source, context)
     for k, slot in enumerate(layout.slots):
-        if not math.isfinite(own[k]):
-            own[k] = 0.0
+        if not math.isfinite(amounts[k]):
+            amounts[k] = 0.0
             _forget_move(slot)
-            texts.append(
+            warnings.append(
                 f"the weights of {slot.name!r} were not finite on rank {dist.get_rank()}, which "
                 f"continues with those of the other ranks"
             )
-        elif _was_replaced(slot, own[k]):
-            own[k] = _REPLACED
-    return own, texts
+        elif _was_replaced(slot, amounts[k]):
+            amounts[k] = _REPLACED
+    return amounts, warnings
 
 
 def _forget_move(slot: Slot) -> None:
@@ -138,13 +137,15 @@ def _forget_move(slot: Slot) -> None:
         slot.moving = None
 
 
-def _refuse_replaced(layout: Layout, amounts: Sequence[Sequence[float]], ranks: Topology) -> None:
-    for slot, *by_rank in zip(layout.slots, *amounts, strict=True):
-        if those := [rank for rank, amount in enumerate(by_rank) if amount == _REPLACED]:
+def _refuse_replaced(
+    layout: Layout, amounts_by_rank: Sequence[Sequence[float]], ranks: Topology
+) -> None:
+    for slot, *by_rank in zip(layout.slots, *amounts_by_rank, strict=True):
+        if replaced := [rank for rank, amount in enumerate(by_rank) if amount == _REPLACED]:
             raise Disagreement(
-                f"the weights of {slot.name!r} on {ranks.everyone.named(those)} are farther from "
-                f"the last exchange's than steps can have moved them, so something replaced them. "
-                f"{REMEDY}"
+                f"the weights of {slot.name!r} on {ranks.everyone.named(replaced)} are farther "
+                f"from the last exchange's than steps can have moved them, so something replaced "
+                f"them. {REMEDY}"
             )
 
 
@@ -197,7 +198,7 @@ def move_by_mean(message: Message, context: StepContext, stats: WireStats, mean:
     """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
     moving = [piece for piece in message.pieces if piece.has(Field.MOVING)]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
-        stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.own(head)))
+        stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.sent(head)))
     form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)
 
 

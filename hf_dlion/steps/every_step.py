@@ -1,7 +1,7 @@
 """Steps by votes: `vote_every=1`. The ranks have exchanged headers before (`ranks.header`).
 
-`voted` is a message's step. It is suspended while its data travel, and `in_lockstep` resumes all
-messages in turns, so one is encoded while another is sent.
+`vote_on_message` is a message's step. It is suspended while its data travel, and `in_lockstep`
+resumes all messages in turns, so one is encoded while another is sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def vote(layout: Layout, context: StepContext, ranks: Topology) -> None:
     stats.lap("", layout.device)
     if context.bits > 1 and options.level_scale == "tensor":
         set_magnitudes(layout, context)
-    in_lockstep([voted(message, context, rule, ranks) for message in layout.messages])
+    in_lockstep([vote_on_message(message, context, rule, ranks) for message in layout.messages])
     stats.exchanges += 1
 
 
@@ -42,7 +42,7 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
         tasks = [task for task in tasks if next(task, task) is not task]
 
 
-def voted(message: Message, context: StepContext, rule: Rule, ranks: Topology) -> Task:
+def vote_on_message(message: Message, context: StepContext, rule: Rule, ranks: Topology) -> Task:
     """Takes a message's step."""
     voters, stats = ranks.voters, ranks.voters.stats
     step = form.vote_of(message, context)

@@ -32,7 +32,7 @@ def step_in_full_precision(
     slots = [slot for slot in layout.slots if slot.full_precision]
     if not equal:
         _equalize(slots, context.state, wire)
-    set_means(layout, Field.GRAD, agreed.counts, wire)
+    set_means(layout, Field.GRAD, agreed.gradient_counts, wire)
     for slot in slots:
         slot.grad = slot.mean
         if slot.grad is None:

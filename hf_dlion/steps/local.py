@@ -7,7 +7,7 @@ r"""Local steps (`vote_every`; docs/rule.md, section 9): a period of own steps e
 Between two periods all ranks hold the same weights, in the model, and nothing else differs but
 momenta. A period begins with the first local step, which keeps the weights as the anchor x.
 
-    plain step    a header, votes, and a verdict by which all ranks move alike       step.py
+    plain step    a header, votes, and a verdict by which all ranks move alike       every_step.py
     local step    no header: p = p - lr * sign(u)                                    step
     exchange      a header, a local step, then the mean of x - p, and weight decay   displacement.py
 
@@ -94,11 +94,11 @@ class LocalSteps:
         return self.period.steps
 
     def next_kind(self, layout: Layout) -> Kind:
-        """Returns what all ranks do next: `STEP` at a new layout is a header, then a local step."""
+        """Returns what all ranks do next; at a new layout, a local step begins with a header."""
         if self.period.steps + 1 >= self.vote_every:
             return Kind.EXCHANGE
         # `step` notes that they have met, so a voter that is alone takes a plain step every time.
-        return Kind.LOCAL_STEP if layout is self._met else Kind.STEP
+        return Kind.LOCAL_STEP if layout is self._met else Kind.LOCAL_STEP_WITH_HEADER
 
     def forget_meeting(self) -> None:
         """Makes the next step begin with a header."""
@@ -169,7 +169,7 @@ class LocalSteps:
         """
         if ranks.voters.world_size == 1:
             return False
-        return kind is not Kind.STEP or any(agreed.counts) or steps > 0
+        return kind is not Kind.LOCAL_STEP_WITH_HEADER or any(agreed.gradient_counts) or steps > 0
 
     def step(self, layout: Layout, context: StepContext) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
@@ -194,12 +194,16 @@ class LocalSteps:
         self.period, self._met = self.next_period, layout
 
     def exchange(
-        self, layout: Layout, counts: Sequence[int], context: StepContext, ranks: Topology
+        self,
+        layout: Layout,
+        gradient_counts: Sequence[int],
+        context: StepContext,
+        ranks: Topology,
     ) -> tuple[int, list[str]]:
         """Ends the period; every rank must call this. Bytes: see `displacement`.
 
-        `counts` has how many ranks used each parameter. It returns the number of the exchange, 0
-        without a step since the last one, and warnings.
+        `gradient_counts` has how many ranks used each parameter. It returns the number of the
+        exchange, 0 without a step since the last one, and warnings.
 
         Raises:
             Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
@@ -212,12 +216,13 @@ class LocalSteps:
         for slot in layout.slots:
             slot.moving = None if slot.local is None else slot.p
         # Votes, and the rounding of what moves, depend on the number of the exchange.
-        texts = average_displacements(layout, counts, replace(context, step=number), ranks)
+        context = replace(context, step=number)
+        warnings = average_displacements(layout, gradient_counts, context, ranks)
         stats.exchanges += 1
         self.reset(number)
         for slot in layout.slots:
             slot.local = None
-        return number, texts
+        return number, warnings
 
     # What the model shows.
 

@@ -13,8 +13,8 @@ from hf_dlion.core.slot import Field
 from hf_dlion.ranks.wire import Wire
 
 
-def set_means(layout: Layout, field: Field, counts: Sequence[int], wire: Wire) -> None:
-    """Sets the slots' means: the sum of one of their tensors over the voters, divided by `counts`.
+def set_means(layout: Layout, field: Field, divisors: Sequence[int], wire: Wire) -> None:
+    """Sets the slots' means: a tensor's sum over the voters, divided by the slot's divisor.
 
     Every voter must call this. A tensor of None counts as zeros. Means are flat, float64 for
     float64 parameters, else float32. They are None for slots that don't move.
@@ -28,19 +28,20 @@ def set_means(layout: Layout, field: Field, counts: Sequence[int], wire: Wire) -
                 if (tensor := slot.get(field)) is not None:
                     slot.mean.copy_(tensor)
     for message in layout.averaged_messages:
-        stretches: dict[torch.dtype, list[Tensor]] = {}
-        for slot, start, stop, _ in (own for piece in message.pieces for own in piece.stretches):
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        stretches = [stretch for piece in message.pieces for stretch in piece.stretches]
+        for slot, start, stop, _ in stretches:
             if slot.mean is not None:
-                stretches.setdefault(slot.mean.dtype, []).append(slot.mean[start:stop])
-        for parts in stretches.values():
+                by_dtype.setdefault(slot.mean.dtype, []).append(slot.mean[start:stop])
+        for parts in by_dtype.values():
             flat = torch.cat(parts)
             sent = flat.to(wire.device_for(flat.device))
             wire.all_reduce(sent, "tensors in full precision").wait()
             flat.copy_(sent)
             torch._foreach_copy_(parts, list(torch.split(flat, [part.numel() for part in parts])))
-    for slot, count in zip(layout.slots, counts, strict=True):
+    for slot, divisor in zip(layout.slots, divisors, strict=True):
         if slot.full_precision and slot.mean is not None:
-            divided(slot.mean, count)
+            divided(slot.mean, divisor)
 
 
 def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:

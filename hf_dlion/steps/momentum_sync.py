@@ -22,7 +22,7 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
 from hf_dlion.steps.every_step import in_lockstep
 from hf_dlion.steps.means import set_without_infs
-from hf_dlion.steps.quantized_mean import Mean, Scale, send_and_average
+from hf_dlion.steps.quantized_mean import Mean, Scale, average_message
 
 # Levels of 4 bits reach 3.2 means of |m|. What is larger stays in a rank's own momentum.
 SCALE = Scale(4, of_largest=False, factor=1.6)
@@ -105,15 +105,15 @@ def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology
     """
     if not slots:
         return
-    sent, source = messages_of(slots), partial(read_momentum, context=context)
-    own = SCALE.amounts(slots, sent, source, context)
-    words = torch.tensor(own, dtype=torch.float64).view(torch.int64)
+    messages, source = messages_of(slots), partial(read_momentum, context=context)
+    amounts = SCALE.amounts(slots, messages, source, context)
+    words = torch.tensor(amounts, dtype=torch.float64).view(torch.int64)
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
     SCALE.set_magnitudes(slots, table.tolist())
-    ranks.voters.stats.lap("", sent[0].device)
+    ranks.voters.stats.lap("", messages[0].device)
     in_lockstep([
-        send_and_average(m, SCALE, source, partial(apply_mean, m, context), context, ranks)
-        for m in sent
+        average_message(m, SCALE, source, partial(apply_mean, m, context), context, ranks)
+        for m in messages
     ])  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def apply_mean(message: Message, context: StepContext, mean: Mean) -> None:
     """Replaces what this voter sent of its momenta by the mean."""
     random = partial(context.random, SYNCHRONIZED + context.voter)
     for piece in message.pieces:
-        m = piece.read(Field.MOMENTUM, context.scratch).add_(mean.of(piece)).sub_(mean.own(piece))
+        m = piece.read(Field.MOMENTUM, context.scratch).add_(mean.of(piece)).sub_(mean.sent(piece))
         piece.write(Field.MOMENTUM, m, random, without_infs=True)
 
 
@@ -146,20 +146,19 @@ def average_momenta(momenta: Sequence[Tensor], wire: Wire, start: int, stop: int
             parts.append(part)
     if not parts:
         return
-    count, ranks = sum(part.numel() for part in parts), wire.world_size
-    share, device = -(-count // ranks), parts[0].device
-    sizes = [part.numel() for part in parts]
-    rounded = torch.zeros(ranks, share, dtype=torch.bfloat16, device=device)
-    old = torch.split(rounded.view(-1)[:count], sizes)
-    torch._foreach_copy_(list(old), parts)
+    sizes, voters = [part.numel() for part in parts], wire.world_size
+    share, device = -(-sum(sizes) // voters), parts[0].device
+    rounded = torch.zeros(voters, share, dtype=torch.bfloat16, device=device)
+    rounded_parts = torch.split(rounded.view(-1)[: sum(sizes)], sizes)
+    torch._foreach_copy_(list(rounded_parts), parts)
     sent = rounded.to(wire.device_for(device))
     received = torch.empty_like(sent)
     wire.all_to_all(received, sent, "momenta").wait()
     mean = received.float().mean(dim=0).to(torch.bfloat16)
     means = torch.empty_like(sent)
     wire.all_gather(means, mean, "momenta").wait()
-    new = torch.split(means.to(device).view(-1)[:count], sizes)
-    for part, mean_part, rounded_part in zip(parts, new, old, strict=True):
+    mean_parts = torch.split(means.to(device).view(-1)[: sum(sizes)], sizes)
+    for part, mean_part, rounded_part in zip(parts, mean_parts, rounded_parts, strict=True):
         wide = torch.promote_types(part.dtype, torch.float32)
         left = part.to(wide) - rounded_part.to(part.device, wide)
         set_without_infs(part, mean_part.to(part.device, wide) + left)

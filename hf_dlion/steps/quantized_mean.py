@@ -96,10 +96,10 @@ class Mean:
             active = rows.by_word(self.verdict.row_voters, piece.words)
         return self._decoded(piece, self.rule, self.verdict.planes, active, out)
 
-    def own(self, piece: Piece) -> Tensor:
+    def sent(self, piece: Piece) -> Tensor:
         """Returns unit * q of a piece, which this voter sent, in scratch memory."""
-        out, voted = piece.memory("own votes", self.context.scratch), self.votes.active
-        active = self.votes.rows.by_word(voted.to(piece.device, torch.int64), piece.words)
+        out, row_flags = piece.memory("sent", self.context.scratch), self.votes.active
+        active = self.votes.rows.by_word(row_flags.to(piece.device, torch.int64), piece.words)
         # The mean of one voter's levels are the levels.
         return self._decoded(piece, Average(1, self.scale.bits), self.votes.planes, active, out)
 
@@ -116,7 +116,7 @@ class Mean:
         return out
 
 
-def send_and_average(
+def average_message(
     message: Message,
     scale: Scale,
     source: Source,

@@ -22,7 +22,11 @@ from tests.support.training import replicas_of_shards
 
 def described(topology: Topology) -> tuple[Any, ...]:
     node = topology.node
-    return topology.voters.ranks, None if node is None else node.ranks, topology.local_size
+    return (
+        topology.voters.global_ranks,
+        None if node is None else node.global_ranks,
+        topology.local_size,
+    )
 
 
 @pytest.mark.parametrize("local_group", [None, 1])

@@ -146,7 +146,7 @@ def test_a_new_group_has_its_members_and_the_timeout_of_the_old_one(rank: int) -
     members = [0, 2] if rank != 1 else [1]
     group = wire.new_group(members)
     own = Wire(group, wire.stats)
-    assert own.gather_words([rank], "a word").view(-1).tolist() == own.ranks == members
+    assert own.gather_words([rank], "a word").view(-1).tolist() == own.global_ranks == members
     assert own.rank == members.index(rank)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     assert timeout == datetime.timedelta(seconds=180)
