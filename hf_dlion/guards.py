@@ -203,8 +203,8 @@ class Guards:
         """Raises RuntimeError if a rank abstained in as many consecutive steps as the limit."""
         longest, limit = max(self._abstained, default=0), self._options.max_abstained_steps
         if longest >= limit:
-            those = [rank for rank, count in enumerate(self._abstained) if count == longest]
-            named = named_ranks(those) if ranks is None else ranks.everyone.named(those)
+            abstaining = [rank for rank, count in enumerate(self._abstained) if count == longest]
+            named = named_ranks(abstaining) if ranks is None else ranks.everyone.named(abstaining)
             self._abstained = []
             raise RuntimeError(
                 f"gradients of {named} held a NaN or an Inf in {longest} steps in a row, or were "

@@ -107,7 +107,7 @@ def _difference(ranks: Sequence[int], tables: Sequence[Sequence[Any]], wire: Wir
 # 64-bit hashes of tensors' bits, computed on the tensors' devices.
 
 # Words per row: a row of weights and a row of products stay in a core's cache.
-ROW = 1 << 15
+ROW_WORDS = 1 << 15
 WORD_BYTES = 4
 # Rows hashed at once: 16 MiB of products keep a GPU busy, and one row stays in a core's cache.
 _ROWS_AT_ONCE = {"cpu": 1}
@@ -157,13 +157,13 @@ def _hash(tensor: Tensor) -> Tensor:
     # Not view(-1): a single element passes for contiguous with any stride, and keeps it.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     rows_at_once = _ROWS_AT_ONCE.get(flat.device.type, _ROWS_ELSEWHERE)
-    weights = _weights(ROW, _ELEMENTS, flat.device)
-    per_row = ROW * WORD_BYTES // flat.element_size()
+    weights = _weights(ROW_WORDS, _ELEMENTS, flat.device)
+    per_row = ROW_WORDS * WORD_BYTES // flat.element_size()
     in_rows = flat.numel() - flat.numel() % per_row
     sums = []
     for start in range(0, in_rows, per_row * rows_at_once):
         words = _words(flat[start : min(start + per_row * rows_at_once, in_rows)])
-        sums.append((words.view(-1, ROW) * weights).sum(dim=1))
+        sums.append((words.view(-1, ROW_WORDS) * weights).sum(dim=1))
     words = _words(flat[in_rows:])
     sums.append((words * weights[: words.numel()]).sum().view(1))
     rows = torch.cat(sums)
@@ -174,10 +174,10 @@ def _hash(tensor: Tensor) -> Tensor:
 
 def _checksum(tensor: Tensor) -> Tensor:
     words = _words(tensor.contiguous().as_strided((tensor.numel(),), (1,)))
-    in_rows = words.numel() - words.numel() % ROW
-    sums = words[:in_rows].view(-1, ROW).sum(dim=0, dtype=torch.int32)
+    in_rows = words.numel() - words.numel() % ROW_WORDS
+    sums = words[:in_rows].view(-1, ROW_WORDS).sum(dim=0, dtype=torch.int32)
     sums[: words.numel() - in_rows] += words[in_rows:]
-    return (sums * _weights(ROW, _ELEMENTS, sums.device)).sum()
+    return (sums * _weights(ROW_WORDS, _ELEMENTS, sums.device)).sum()
 
 
 def _words(part: Tensor) -> Tensor:

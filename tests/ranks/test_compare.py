@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.ranks.compare import ROW, checksums, compare_parameters, fingerprints
+from hf_dlion.ranks.compare import ROW_WORDS, checksums, compare_parameters, fingerprints
 from hf_dlion.ranks.meeting import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire, digest
@@ -101,7 +101,7 @@ def by_definition(tensor: Tensor) -> int:
     words = [int.from_bytes(data[k : k + 4], "little", signed=True) for k in range(0, len(data), 4)]
     total = 0
     for k, word in enumerate(words):
-        total += weight(1, k % ROW) * weight(2, k // ROW) * word
+        total += weight(1, k % ROW_WORDS) * weight(2, k // ROW_WORDS) * word
     total %= 2**64
     return total - 2**64 * (total >> 63)
 
@@ -114,7 +114,7 @@ def weight(stream: int, index: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", [0, 1, 3, 63, ROW - 1, ROW + 1, 2 * ROW + 1])
+@pytest.mark.parametrize("length", [0, 1, 3, 63, ROW_WORDS - 1, ROW_WORDS + 1, 2 * ROW_WORDS + 1])
 def test_the_hash_is_the_documented_one(length: int, dtype: torch.dtype) -> None:
     tensor = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
     assert fingerprints([tensor, tensor.clone()]) == [by_definition(tensor)] * 2
