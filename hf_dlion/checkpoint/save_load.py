@@ -68,7 +68,7 @@ def save_momentum(
     all ranks raise. Files in the folder that were saved by another number of ranks are deleted.
 
     With `vote_every` above 1 it begins with `optimizer.exchange_now()`, so call that before you
-    save the model.
+    save the model. If it ends a period, rank 0 warns.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -91,7 +91,8 @@ def save_momentum(
     ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
-    if lion.local is not None and lion.local.steps:  # Equal on all ranks, which have met.
+    ends_period = lion.local is not None and lion.local.steps  # On all ranks, which have met.
+    if ends_period:
         lion.exchange_now()
     with lion.peers.together(Kind.SAVE):
         try:
@@ -105,6 +106,13 @@ def save_momentum(
         if count != at.world_size:
             with contextlib.suppress(OSError):  # Another rank may have been faster.
                 path.with_name(file_name(name, other_rank, count)).unlink()
+    if ends_period and at.rank == 0:
+        warnings.warn(
+            "save_momentum() ended a period of local steps. A model that was saved before it has "
+            "rank 0's own weights, for which load_momentum() will refuse these momenta: call "
+            "optimizer.exchange_now() on every rank before you save the model",
+            stacklevel=2,
+        )
 
 
 def load_momentum(

@@ -369,6 +369,9 @@ def test_momenta_of_other_weights_are_refused(rank: int, tmp_path: Path) -> None
     """The model was changed, not loaded at all, or saved within a period, alike on all ranks."""
     run = Run(rank, steps=5, vote_every=4)
     own = {name: everyones(p)[0] for name, p in run.model.state_dict().items()}  # rank 0's
+    with warned() as texts:
+        save_momentum(run.lion, tmp_path)  # Ends the period, so a model saved before is rank 0's.
+    assert ["before you save the model" in text for text in texts] == [True] * (rank == 0)
     run.save(tmp_path)
     run = Run(rank, vote_every=4)
     for changes in (True, False, None):
