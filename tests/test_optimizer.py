@@ -144,7 +144,7 @@ def test_bytes_equal_the_formula(rank: int, ranks: int, case: dict[str, Any]) ->
     planes = 2 if case.get("ties") == "zero" else 1
     if case.get("aggregation") == "average":
         planes = ranks.bit_length()
-    for own in optimizer.params.layout({}).messages:
+    for own in optimizer.params.fresh_layout().messages:
         numbers = {"words": own.words, "rows": len(own.rows), "bits": case.get("bits", 1)}
         gather, two_phase = (
             wire_bytes(name, ranks=ranks, planes=planes, **numbers)
