@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hf_dlion import accelerate
     from hf_dlion.checkpoint import CheckpointError, load_momentum, save_momentum
     from hf_dlion.optimizer import DistributedLion
-    from hf_dlion.ranks.meeting import Disagreement
+    from hf_dlion.ranks.header import Disagreement
     from hf_dlion.ranks.stats import WireStats
     from hf_dlion.ranks.wire import LostRank
     from hf_dlion.trainer.registration import optimizer_cls_and_kwargs, register
@@ -33,7 +33,7 @@ __all__ = [
 # Names are imported at their first use: a plain training loop needs no safetensors, transformers
 # or accelerate, and the help of a command needs no torch.
 _LATE = {
-    "Disagreement": "ranks.meeting",
+    "Disagreement": "ranks.header",
     "DistributedLion": "optimizer",
     "LostRank": "ranks.wire",
     "WireStats": "ranks.stats",

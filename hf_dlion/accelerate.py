@@ -27,8 +27,8 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import NAME, find_optimizer, load_for, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Report
-from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.agreement import Report
+from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.wire import timeout_of
 
 if TYPE_CHECKING:

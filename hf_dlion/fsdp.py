@@ -1,8 +1,8 @@
 """FSDP2: the local shards of DTensors, checks of their placement, and resharding.
 
 A sharded model enters by `DistributedLion(replicate=)`, which makes a replica one voter
-(`ranks.topology`), and by `attach`. The layout of the optimizer has local parts, so `vote` and
-`exchange` see plain tensors.
+(`ranks.topology`), and by `attach`. The layout of the optimizer has local parts, so `core`, `gpu`,
+and `steps` see plain tensors.
 """
 
 from __future__ import annotations

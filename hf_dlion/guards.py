@@ -15,6 +15,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options
 from hf_dlion.params import Params
+from hf_dlion.ranks.agreement import Agreed, Report
 from hf_dlion.ranks.compare import (
     AVERAGED_GRADIENTS,
     CHANGED_PARAMETERS,
@@ -23,8 +24,7 @@ from hf_dlion.ranks.compare import (
     compare_parameters,
     fingerprints,
 )
-from hf_dlion.ranks.header import Agreed, Report
-from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest, named_ranks

@@ -20,7 +20,7 @@ from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import check_param
 from hf_dlion.core.layout import Layout, Scratch
 from hf_dlion.gpu.form import new_warnings, plain_lion
-from hf_dlion.gpu.trial import warm_up
+from hf_dlion.gpu.warm_up import warm_up
 from hf_dlion.guards import Guards
 from hf_dlion.options import (
     Aggregation,
@@ -33,8 +33,8 @@ from hf_dlion.options import (
 )
 from hf_dlion.params import Params
 from hf_dlion.peers import Peers
-from hf_dlion.ranks.header import Agreed, Report
-from hf_dlion.ranks.meeting import Kind, gather_bools
+from hf_dlion.ranks.agreement import Agreed, Report
+from hf_dlion.ranks.header import Kind, gather_bools
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.state_dict import Loading, momenta_only
@@ -345,8 +345,8 @@ class DistributedLion(torch.optim.Optimizer):
 
         A rank whose gradients hold a NaN or an Inf (`idle_rows.survey`) abstains and keeps its
         momenta, but not those of `full_precision`. If all abstain, only a local step is counted.
-        Bytes: a header (`ranks.header`), votes (`ranks.routes`), `full_precision`,
-        `momentum_sync`, comparisons (`peers`). A local step has those of `agree_in_node` only.
+        Bytes: a header (`ranks.agreement`), votes (`ranks.routes`), `full_precision`,
+        `momentum_sync`, comparisons (`guards`). A local step has those of `agree_in_node` only.
 
         Args:
             closure: Function that reevaluates the model and returns the loss (default: None).

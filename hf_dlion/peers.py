@@ -22,8 +22,8 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
-from hf_dlion.ranks.header import FROZEN, Agreed, Meetings, Report
-from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report
+from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.local import LocalSteps

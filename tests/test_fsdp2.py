@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import backward, copies, parts, plain, sharded, take_step

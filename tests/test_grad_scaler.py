@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
 from tests.support.steps import plain, single
 from tests.support.training import batch

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, plain, take_step

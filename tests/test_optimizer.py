@@ -16,7 +16,7 @@ from pytorch_optimizer import Lion
 from torch import nn
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.routes import wire_bytes
 from tests.support.definition import Lions, phase_of
 from tests.support.forms import form

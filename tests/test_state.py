@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, copies, plain, take_step
 from tests.support.training import (

@@ -37,7 +37,7 @@ from hf_dlion.core.rule import rule_of, verdict_planes
 from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict
 from hf_dlion.core.votes import Votes as Sent
-from hf_dlion.ranks.meeting import HEADER_BYTES
+from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import wire_bytes
 from hf_dlion.steps.momentum_sync import slice_of
 

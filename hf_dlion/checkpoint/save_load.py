@@ -41,7 +41,7 @@ from hf_dlion.checkpoint.momentum_file import (
 )
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
 
 

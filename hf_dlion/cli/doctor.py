@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion
 from hf_dlion.gpu import form
-from hf_dlion.gpu.trial import trial_refusal
+from hf_dlion.gpu.warm_up import trial_refusal
 from hf_dlion.launch.network import ANYWHERE, VARIABLES, interfaces, name_interface, route_to
 from hf_dlion.optimizer import DistributedLion
 

@@ -1,4 +1,4 @@
-"""Lion on the pieces of a message, by torch operations: all that moves a weight but kernels.
+"""Lion on the pieces of a message, by torch operations, which kernels replace on a GPU.
 
 Lion is Chen et al. 2023, arXiv 2302.06675, Algorithm 2. A rank sends sign(u), or a level:
 
@@ -183,7 +183,7 @@ def _levels(piece: Piece, u: Tensor, context: StepContext, *, bits: int, by_tens
     return codec.level_codes(u, magnitude, bits, context.zero_phase, codes, scratch)
 
 
-def set_magnitudes(layout: Layout, context: StepContext) -> None:
+def set_mean_magnitudes(layout: Layout, context: StepContext) -> None:
     """Sets every slot's magnitude to its mean of |u|, in a pass that leaves the momenta alone."""
     source = partial(direction, context=context, advance=False)
     sums, counts = tensor_sums(layout.slots, layout.messages, source, context)

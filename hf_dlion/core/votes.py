@@ -52,9 +52,9 @@ class Rows:
             word, row = word + words, row + row_count
         return torch.cat(rows_of).to(torch.int32).to(self.device)
 
-    def by_word(self, numbers: Tensor | None, words: slice = slice(None)) -> Tensor | None:
-        """Returns the number of each word's row, shape (W,); None if there are no numbers."""
-        return None if numbers is None else numbers[self.of_word[words]]
+    def by_word(self, by_row: Tensor | None, words: slice = slice(None)) -> Tensor | None:
+        """Returns for each word the entry of its row, shape (W,); None if there are no entries."""
+        return None if by_row is None else by_row[self.of_word[words]]
 
     def within(self, words: slice) -> Rows:
         """Returns the same rows, for a slice of the message's words."""

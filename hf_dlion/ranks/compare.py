@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dlion.ranks.meeting import Disagreement, raise_together
+from hf_dlion.ranks.header import Disagreement, raise_together
 from hf_dlion.ranks.wire import Wire, digest
 
 AVERAGED_GRADIENTS = (

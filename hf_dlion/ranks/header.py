@@ -1,340 +1,190 @@
-"""Meetings, in which all ranks agree before any of them moves, or all raise.
+"""A header: every rank sends eight int64 words, and then all ranks continue, or all raise.
 
-A meeting begins with one gather of headers. It finds ranks whose messages have different sizes,
-before a later collective would hang or mix their bytes. All branches of a meeting depend on that
-gather alone, so all ranks take the same ones.
+word   0        1     2, 3                   4                       5, 6, 7
+version  kind  of the caller  finite, failed, abstained    of the caller
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import cast
+import enum
+from collections.abc import Sequence
 
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
 
-from hf_dlion.core.slot import Signature
-from hf_dlion.ranks.compare import compare_parameters
-from hf_dlion.ranks.meeting import (
-    ABSTAINED_AT,
-    FINITE,
-    Disagreement,
-    Kind,
-    gather_bools,
-    gather_headers,
-    pack_bools,
-    raise_kinds,
-)
-from hf_dlion.ranks.wire import Wire, digest
+from hf_dlion.ranks.wire import Wire
 
-# Entries of `Report.equal`: names, and a hash.
-FROZEN = "frozen parameters"
-HISTORY = "lr, betas, or weight decay of a step since the last exchange"
+# Version of all that is sent, hashed, and rounded.
+WIRE_VERSION = 12
+HEADER_WORDS = 8
+HEADER_BYTES = 8 * HEADER_WORDS
+# Headers of other versions have at most this number; a larger one is other data.
+_LARGEST_VERSION = 1000
+# Bits of word 4: the rank's gradients are finite; something failed on it. From this bit on, it has
+# the number of steps from which the rank abstained.
+FINITE, FAILED, ABSTAINED_AT = 1, 2, 2
+# Length of the longest error text that other ranks show, in characters.
+_LONGEST_TEXT = 4000
+_ELSEWHERE = (
+    "a rank is at another point of its program: let every rank take the same number of steps, and "
+    "step, save, load, attach, and freeze or add parameters in the same order"
+)
 
-_START_EQUAL = (
-    "Replicas must start equal: pass the parameters in the same order, wrap the model in "
-    "DistributedDataParallel or load the same weights on every rank, and with vote_every load the "
-    "model before the optimizer's state. If it is wrapped, its weights were changed since then: "
-    "don't load weights on some ranks only, and set max_norm=None in nn.Embedding, which changes "
-    "other rows on each rank"
-)
-_OTHER_OPTIMIZER = (
-    "ranks use different optimizers: create and step several DistributedLions in the same order on "
-    "every rank, and create new ones on all ranks together"
-)
-_SAME_STEPS = (
-    "Take the same number of steps on every rank, and load the same checkpoint on all ranks"
-)
-_SAME_FROZEN = "Freeze and unfreeze the same parameters on every rank, before the same step"
-_SAME_VALUES = (
-    "Give groups the same values on every rank, and step a scheduler on all ranks together, with "
-    "the same metric"
-)
-# What to do if entries of `Report.equal` differ, by patterns of their names; the first counts.
-_REMEDIES = {
-    "calls of load_state_dict": "Load the same checkpoint on all ranks",
-    "calls of attach and detach": "Call attach() and detach() on all ranks",
-    "exchanges": _SAME_STEPS,
-    "steps since *": _SAME_STEPS,
-    FROZEN: _SAME_FROZEN,
-    "group * parameters": "Make and add the same parameter groups on every rank",
-    "group *": _SAME_VALUES,
-    "lr*": _SAME_VALUES,
-    "*": "Create the optimizer with the same options on every rank",
+
+class Kind(enum.IntEnum):
+    """What the ranks do together. The values are part of the wire format.
+
+    LOCAL_STEP has no header. LOCAL_STEP_WITH_HEADER is another name of STEP, because with
+    `vote_every` above 1, which all ranks have or none, a step is local.
+    """
+
+    STEP = 1
+    LOCAL_STEP_WITH_HEADER = STEP
+    SAVE = 2
+    LOAD = 3
+    REPLICATE = 4
+    WEIGHTS = 5
+    EXCHANGE = 6
+    LOCAL_STEP = 7
+    NODES = 8
+    MOMENTA = 9
+
+
+# What one rank and what several ranks do, for error messages.
+_VERBS: dict[int, tuple[str, str]] = {
+    Kind.STEP: ("steps", "step"),
+    Kind.SAVE: ("saves", "save"),
+    Kind.LOAD: ("loads", "load"),
+    Kind.WEIGHTS: ("saves the model", "save"),
+    Kind.REPLICATE: ("has replicate=", "have replicate="),
+    Kind.EXCHANGE: ("exchanges", "exchange"),
+    Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
+    Kind.NODES: ("has local_group=", "have local_group="),
+    Kind.MOMENTA: ("synchronizes momenta", "synchronize momenta"),
 }
-
-# Returns name and this rank's part of every parameter, frozen ones included.
-Parameters = Callable[[], Sequence[tuple[str, Tensor]]]
-# Largest number of frozen parameters that an error names.
-_MOST_NAMES = 4
+# What a rank waits for, if it isn't "a header".
+_AWAITED = {Kind.REPLICATE: "the replicas", Kind.NODES: "the nodes"}
 
 
-@dataclass(eq=False)
-class Report:
-    """What this rank brings to a header.
+class Disagreement(RuntimeError):
+    """Raised on every rank if the ranks differ in what must be equal, or if one of them failed.
 
-    Kind, step, `equal`, and `signatures` must be equal on all ranks.
-
-    Attributes:
-        kind: What the ranks do.
-        present: Whether each trainable parameter has a gradient; empty if the ranks don't step.
-        finite: Whether all gradients are finite.
-        abstained: Number of local steps from which this rank abstained since the last exchange.
-        failure: What failed on this rank.
-        step: Number of the last step that the rank took.
-        equal: Options, hyperparameters of groups, and counts of calls, by name.
-        signatures: Name, shape, dtype, strides, device type, and whether the gradient is averaged,
-            of each trainable parameter.
+    Without this error, weights would become different, or ranks would wait for each other forever.
     """
 
-    kind: Kind
-    present: list[bool] = field(default_factory=list)
-    finite: bool = True
-    abstained: int = 0
-    failure: BaseException | None = None
-    step: int = 0
-    equal: Mapping[str, object] = field(default_factory=dict)
-    signatures: Sequence[Signature] = ()
 
+def gather_headers(
+    wire: Wire,
+    kind: Kind,
+    words: Sequence[int],
+    *,
+    finite: bool = True,
+    abstained: int = 0,
+    failure: BaseException | None = None,
+    what: str = "",
+) -> list[list[int]]:
+    """Returns the flags of all ranks in rank order, then each of their words.
 
-@dataclass(frozen=True)
-class Agreed:
-    """What a meeting found about the gradients of every rank, or of every voter.
+    Every rank must call this, also one that failed. All meetings begin with equally many bytes, so
+    ranks that do different things find that out: 64 (N - 1).
 
-    `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
-    `compared` tells whether the ranks compared their parameters, as at a new layout, and
-    `abstained` is the sum of `Report.abstained`.
-    """
-
-    finite: list[bool]
-    present: list[list[bool]]
-    compared: bool = False
-    abstained: int = 0
-
-    @functools.cached_property
-    def gradient_counts(self) -> list[int]:
-        """How many ranks have a finite gradient of each parameter, which moves if one has it."""
-        ranks = zip(self.finite, self.present, strict=True)
-        of_finite = [present for finite, present in ranks if finite]
-        return [sum(have_gradient) for have_gradient in zip(*of_finite, strict=True)]
-
-    @property
-    def votes(self) -> list[bool]:
-        """Whether each rank votes: its gradients are finite, and it has one, unless none has."""
-        has_some = [any(has_gradient) for has_gradient in self.present]
-        return [
-            finite and (has_one or not any(has_some))
-            for finite, has_one in zip(self.finite, has_some, strict=True)
-        ]
-
-    def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
-        """Returns the result by voter, which has a gradient if all of its ranks have it."""
-        voters: list[list[int]] = [[] for _ in range(max(voter_of_rank) + 1)]
-        for rank, voter in enumerate(voter_of_rank):
-            voters[voter].append(rank)
-        return Agreed(
-            [all(self.finite[rank] for rank in ranks) for ranks in voters],
-            [
-                [all(have) for have in zip(*(self.present[rank] for rank in ranks), strict=True)]
-                for ranks in voters
-            ],
-        )
-
-
-@dataclass
-class _Optimizers:
-    """The optimizers of one process group.
-
-    `met` counts those that have met, equal on every rank. `twins` has creation numbers by rank of
-    those that have met, by hashes of layout and values.
-    """
-
-    met: int = 0
-    twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
-
-
-_optimizers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
-
-
-class Meetings:
-    """Meetings of one optimizer with the same optimizer on the other ranks."""
-
-    def __init__(
-        self, wire: Wire, created: int, same_parts: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        """Doesn't communicate.
-
-        `created` is the number of the optimizer among those that this process created.
-        `same_parts` has the groups of ranks that hold the same parts of sharded parameters
-        (default: all ranks hold complete parameters).
-        """
-        self._wire, self._same_parts = wire, same_parts
-        self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
-        self._created = created
-        self._number = 0  # among the optimizers that have met; 0 before the first meeting
-        self._layout: int | None = None  # hash of the layout whose values were compared
-        # Signatures and presence of the last meeting with their hashes, which mostly stay the same.
-        self._signatures: tuple[Sequence[Signature], int] = ([], digest([]))
-        self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
-
-    def compare_again(self) -> None:
-        """Makes the next meeting compare values; all ranks must call this before that meeting."""
-        self._layout = None
-
-    def agree(self, report: Report, parameters: Parameters) -> Agreed:
-        """Returns what all ranks have, or raises on all of them; every rank must call this.
-
-        A header has the wire's version, the kind, the optimizer's number, its step, whether its
-        gradients are finite, and hashes of `equal`, signatures, and presence: 64 * (N - 1) bytes
-        per rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
-        parameters. In the first step at new signatures in which a rank has a gradient, and in
-        another kind of meeting at them, 24 * (N - 1) more for hashes of `parameters`.
-
-        Raises:
-            Disagreement: On every rank, if ranks differ or something failed on another rank.
-            BaseException: The report's own failure.
-            LostRank: If another rank ended or stalled.
-        """
-        failure, hashes = report.failure, [0, 0, 0]
-        if failure is None:
-            try:
-                hashes = self._hashes(report)
-            except Exception as error:  # The other ranks wait for a header.
-                failure = error
-        flags, numbers, steps, equal, layouts, presence = gather_headers(
-            self._wire, report.kind, [self._number, report.step, *hashes],
-            # In an exchange, what counts is whether a rank moved.
-            finite=report.finite or report.kind is not Kind.STEP, failure=failure,
-            abstained=report.abstained if report.kind is Kind.EXCHANGE else 0,
-        )  # fmt: skip
-        if len(set(numbers)) > 1:
-            raise Disagreement(_OTHER_OPTIMIZER)
-        if len(set(steps)) > 1:
-            raise Disagreement(
-                f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
-            )
-        if len(set(equal)) > 1:
-            self._raise_unequal(report)
-        if len(set(layouts)) > 1:
-            self._raise_layouts(report)
-        present = self._presence(presence)
-        # Until there is a gradient, weights may still be loaded.
-        is_early = report.kind is Kind.STEP and not any(map(any, present))
-        if is_new := layouts[0] != self._layout and not is_early:
-            self._compare_values(layouts[0], parameters)
-        finite = [bool(word & FINITE) for word in flags]
-        return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
-
-    def _hashes(self, report: Report) -> list[int]:
-        """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""
-        if (
-            report.signatures is not self._signatures[0]
-            and report.signatures != self._signatures[0]
-        ):
-            self._signatures = report.signatures, digest(_texts(report.signatures))
-        if report.present != self._present[0]:
-            self._present = list(report.present), digest(pack_bools(report.present))
-        return [digest(report.equal), self._signatures[1], self._present[1]]
-
-    def _raise_unequal(self, report: Report) -> None:
-        tables = self._wire.gather_objects(report.equal)
-        key, values = _first_difference(tables, self._wire)
-        remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
-        if key == HISTORY:
-            raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
-        raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
-
-    def _raise_layouts(self, report: Report) -> None:
-        names = [str(name) for name, *_ in report.signatures]
-        names_by_rank = self._wire.gather_objects(names)
-        lines = enumerate(_texts(report.signatures))
-        tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
-        what = "ranks differ in trainable parameters"
-        key, values = _first_difference(tables, self._wire)
-        if any(set(other) != set(names) for other in names_by_rank):
-            remedy = f"{_SAME_FROZEN}, and train the same model"
-        elif any(other != names for other in names_by_rank):
-            what = "ranks have the same trainable parameters in different orders"
-            remedy = "Pass the parameters in the same order on every rank, not as a set"
-        else:
-            remedy = (
-                "Load them with the same shapes and dtypes on every rank, and on the same type of "
-                "device; FSDP1, DeepSpeed, and ZeRO are not supported"
-            )
-        raise Disagreement(f"{what}, first in {key!r}: {values}. {remedy}")
-
-    def _compare_values(self, layout: int, parameters: Parameters) -> None:
-        """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
-        hashes, created = compare_parameters(
-            parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
-        )
-        if not self._number:
-            self._check_order(created, (layout, *hashes))
-            self._optimizers.met += 1
-            self._number = self._optimizers.met
-        self._layout = layout
-
-    def _check_order(self, created: list[int], key: tuple[int, ...]) -> None:
-        """Checks that optimizers with equal parameters were created in one order on all ranks.
-
-        `created` has the creation number of this optimizer by rank, and `key` is equal for twins.
-        """
-        twins = self._optimizers.twins.setdefault(key, [])
-        for twin in twins:
-            is_later = [this > other for this, other in zip(created, twin, strict=True)]
-            if any(is_later) != all(is_later):
-                raise Disagreement(_OTHER_OPTIMIZER)
-        twins.append(created)
-
-    def _presence(self, hashes: Sequence[int]) -> list[list[bool]]:
-        """Returns which trainable parameters have a gradient, by rank."""
-        present = self._present[0]
-        if len(set(hashes)) == 1:
-            return [present] * len(hashes)
-        return gather_bools(self._wire, present, "which parameters have a gradient")
-
-
-def agree_in_node(
-    node: Wire, kind: Kind, finite: bool, present: Sequence[bool]
-) -> tuple[bool, list[bool]]:
-    """Returns whether all ranks of a node have finite gradients, and of which parameters all do.
-
-    All ranks of the node must call this. A rank whose step failed passes `finite=False`. Bytes per
-    rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64) more if presence differs and all gradients are
-    finite.
+    Args:
+        wire: The ranks that meet.
+        kind: What this rank does.
+        words: Two to five words of this rank.
+        finite: Whether its gradients are finite.
+        abstained: Number of steps from which it abstained since the last exchange.
+        failure: What failed on it.
+        what: Name of what may fail, for other ranks (default: what the ranks do).
 
     Raises:
-        Disagreement: On every rank of the node, if one exchanges and another doesn't.
+        Disagreement: On every rank, if they do different things, or one failed.
+        BaseException: `failure`.
+        LostRank: If another rank ended or stalled.
     """
-    words = [kind, finite, digest(pack_bools(present))]
-    kinds, all_finite, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
-    if len(set(kinds)) > 1:
-        raise_kinds(kinds, node)
-    if not all(all_finite) or len(set(hashes)) == 1:
-        return all(all_finite), list(present)
-    by_rank = gather_bools(node, present, "which parameters have a gradient")
-    return True, [all(have_gradient) for have_gradient in zip(*by_rank, strict=True)]
+    flags = FINITE * finite + (abstained << ABSTAINED_AT) if failure is None else FAILED
+    sent = [WIRE_VERSION, kind, *words[:2], flags, *words[2:]]
+    sent += [0] * (HEADER_WORDS - len(sent))
+    columns = wire.gather_words(sent, _AWAITED.get(kind, "a header")).t().tolist()
+    versions, kinds, first, second, all_flags, *others = columns
+    if versions.count(WIRE_VERSION) < len(versions):
+        others = [rank for rank, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
+        if others:
+            raise Disagreement(
+                f"{wire.named(others)} sent other data than a header, so {_ELSEWHERE}. If your "
+                f"code calls collectives, call them on all ranks in the same order"
+            )
+        raise Disagreement(
+            f"ranks have different versions of the wire format, {wire.by_value(versions)}: install "
+            f"the same hf_dlion everywhere. Or {_ELSEWHERE}"
+        )
+    # A rank that forms groups waits for others that do, whatever has failed on them elsewhere.
+    if FAILED in all_flags and (_AWAITED.keys().isdisjoint(kinds) or len(set(kinds)) == 1):
+        raise_together(failure, wire, what or _VERBS[kind][1])
+    if failure is not None:
+        raise failure
+    if kinds.count(kind) < len(kinds):
+        raise_kinds(kinds, wire)
+    return [all_flags, first, second, *others]
 
 
-def _texts(signatures: Sequence[Signature]) -> list[str]:
-    return [" ".join(map(str, signature)) for signature in signatures]
+def raise_together(failure: BaseException | None, wire: Wire, what: str) -> None:
+    """Raises on every rank if something failed on any; every rank must call this.
 
+    `what` names what the ranks did. Bytes per rank: `Wire.gather_objects`.
 
-def _first_difference(tables: Sequence[Mapping[str, object]], wire: Wire) -> tuple[str, str]:
-    """Returns the first key on which the ranks' tables differ, and the values by rank.
-
-    Of frozen parameters, the values are the first names that not all ranks have.
+    Raises:
+        BaseException: This rank's failure.
+        Disagreement: On the other ranks, with the text of each failure.
     """
-    keys = dict.fromkeys(key for table in tables for key in table)
-    by_key = {key: [table.get(key, "missing") for table in tables] for key in keys}
-    key, by_rank = next(
-        (key, by_rank) for key, by_rank in by_key.items() if len(set(map(repr, by_rank))) > 1
-    )
-    if key == FROZEN:
-        sets = [set(names) for names in cast("list[list[str]]", by_rank)]
-        by_rank = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
-    return key, wire.by_value(by_rank)
+    texts = wire.gather_objects(None if failure is None else _text(failure))
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if failed:
+        named = "; ".join(f"{wire.named([rank])}: {text}" for rank, text in failed.items())
+        raise Disagreement(f"{what} failed on {len(failed)} of {len(texts)} ranks: {named}")
+
+
+def _text(failure: BaseException) -> str:
+    """Returns a failure's text for other ranks; it can't raise, because they wait for the text."""
+    kind = type(failure).__name__
+    try:
+        text = f"{kind}: {failure}"
+    except Exception as error:
+        text = f"{kind} (its text raised {type(error).__name__})"
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]} ... ({len(text)} characters)"
+    return text.encode(errors="backslashreplace").decode()
+
+
+def raise_kinds(kinds: Sequence[int], wire: Wire) -> None:
+    """Raises Disagreement with what each rank does, of which `kinds` has the `Kind`."""
+    ranks_of = {
+        kind: [r for r, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
+    }
+    clauses = []
+    for kind, ranks in sorted(ranks_of.items(), key=lambda item: (len(item[1]), -item[1][0])):
+        verbs = _VERBS.get(kind, ("does something else",) * 2)
+        clauses.append(f"{wire.named(ranks)} {verbs[len(ranks) > 1]}")
+    raise Disagreement(f"{' while '.join(clauses)}: {_ELSEWHERE}")
+
+
+def gather_bools(wire: Wire, values: Sequence[bool], what: str) -> list[list[bool]]:
+    """Returns every rank's P values, in rank order. Bytes per rank: 8 (N - 1) ceil(P / 64)."""
+    table = wire.gather_words(pack_bools(values), what).tolist()
+    return [unpack_bools(words, len(values)) for words in table]
+
+
+def pack_bools(values: Sequence[bool]) -> list[int]:
+    """Returns ceil(P/64) int64 words with one bit per value, the first in the lowest bit."""
+    data = np.packbits(np.array(values, dtype=bool), bitorder="little").tobytes()
+    padded = data + bytes(-len(data) % 8)
+    words: list[int] = np.frombuffer(padded, dtype="<i8").tolist()
+    return words
+
+
+def unpack_bools(words: Sequence[int], count: int) -> list[bool]:
+    """Returns the first `count` values that `pack_bools` packed."""
+    data = np.array(words, dtype="<i8").view(np.uint8)
+    values: list[bool] = np.unpackbits(data, count=count, bitorder="little").astype(bool).tolist()
+    return values

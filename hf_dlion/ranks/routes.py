@@ -15,7 +15,7 @@ of the verdict (majority 1, with ties="zero" 2, average ceil(log2(N * top + 1)))
     two_phase    8 (N - 1) (ceil(R / 64) + (p + v) ceil(W / N))
 
 Both also send one bit per row, set if the rank votes on the row. A step's header comes first, in
-64 (N - 1) bytes: see `ranks.header`.
+64 (N - 1) bytes: see `ranks.agreement`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hf_dlion.ranks.meeting import Disagreement, Kind, gather_headers
+from hf_dlion.ranks.header import Disagreement, Kind, gather_headers
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire
 

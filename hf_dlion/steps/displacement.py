@@ -20,7 +20,7 @@ from hf_dlion.core.lion import move_from_anchor
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
 from hf_dlion.ranks.compare import checksums, compare_parameters, fingerprints
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest

@@ -1,4 +1,4 @@
-"""Steps by votes: `vote_every=1`. The ranks have exchanged headers before (`ranks.header`).
+"""Steps by votes: `vote_every=1`. The ranks have exchanged headers before (`ranks.agreement`).
 
 `vote_on_message` is a message's step. It is suspended while its data travel, and `in_lockstep`
 resumes all messages in turns, so one is encoded while another is sent.
@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout, Message
-from hf_dlion.core.lion import set_magnitudes
+from hf_dlion.core.lion import set_mean_magnitudes
 from hf_dlion.core.rule import Majority, Rule, rule_of
 from hf_dlion.gpu import form
 from hf_dlion.ranks.routes import verdict_of
@@ -28,7 +28,7 @@ def vote(layout: Layout, context: StepContext, ranks: Topology) -> None:
     rule = rule_of(options, context.voters)
     stats.lap("", layout.device)
     if context.bits > 1 and options.level_scale == "tensor":
-        set_magnitudes(layout, context)
+        set_mean_magnitudes(layout, context)
     in_lockstep([vote_on_message(message, context, rule, ranks) for message in layout.messages])
     stats.exchanges += 1
 

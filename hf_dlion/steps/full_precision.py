@@ -13,8 +13,8 @@ from hf_dlion.core.idle_rows import AGE, survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.lion import plain_lion
 from hf_dlion.core.slot import Field, Slot
+from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.compare import fingerprints
-from hf_dlion.ranks.header import Agreed
 from hf_dlion.ranks.wire import Wire, digest
 from hf_dlion.steps.means import average_whole, set_means
 

@@ -29,8 +29,8 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
 from hf_dlion.options import Groups, hyperparameters
-from hf_dlion.ranks.header import HISTORY, Agreed, Report, agree_in_node
-from hf_dlion.ranks.meeting import Disagreement, Kind
+from hf_dlion.ranks.agreement import HISTORY, Agreed, Report, agree_in_node
+from hf_dlion.ranks.header import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire, digest
 from hf_dlion.steps.displacement import average_displacements

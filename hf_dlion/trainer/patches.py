@@ -39,8 +39,8 @@ import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import is_sharded, replicas_of
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_for, save_momentum
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Report
-from hf_dlion.ranks.meeting import Kind
+from hf_dlion.ranks.agreement import Report
+from hf_dlion.ranks.header import Kind
 from hf_dlion.trainer.arguments import check_optim_args, internal
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.optim_args import OPTIM_NAME, only_ours

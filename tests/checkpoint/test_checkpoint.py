@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
 from hf_dlion.checkpoint import find_optimizer, momentum_file
 from hf_dlion.core.idle_rows import AGE
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import RankPools, RanksFailedError, on_ranks
 from tests.support.training import (
     error_of,

@@ -28,7 +28,7 @@ from hf_dlion.fsdp import local_part
 from hf_dlion.gpu import launches
 from hf_dlion.guards import Guards
 from hf_dlion.peers import Peers
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.steps import bits_of

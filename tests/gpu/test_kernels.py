@@ -24,7 +24,7 @@ from hf_dlion.core.lion import apply_verdict, plain_lion
 from hf_dlion.core.rule import Average, Majority
 from hf_dlion.core.slot import LocalState, Slot
 from hf_dlion.gpu import kernels, launches, tables
-from hf_dlion.gpu.trial import trial_refusal
+from hf_dlion.gpu.warm_up import trial_refusal
 from hf_dlion.options import Options
 from hf_dlion.ranks.routes import Verdict
 from tests.support import definition

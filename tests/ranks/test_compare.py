@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.ranks.compare import ROW_WORDS, checksums, compare_parameters, fingerprints
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire, digest
 from tests.support.spawn import on_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import on_ranks

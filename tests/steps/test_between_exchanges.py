@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.core.slot import LocalState
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
 from tests.support.steps import (
     attached,

@@ -14,7 +14,7 @@ from hf_dlion.core.layout import Scratch
 from hf_dlion.core.slot import Slot
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import Options
-from hf_dlion.ranks.meeting import Disagreement
+from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.means import average_whole
 from hf_dlion.steps.momentum_sync import (

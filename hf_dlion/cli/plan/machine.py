@@ -28,7 +28,7 @@ from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict, Votes
 from hf_dlion.gpu import form
 from hf_dlion.gpu.launches import KernelVote, moved_bytes
-from hf_dlion.gpu.trial import warm_up
+from hf_dlion.gpu.warm_up import warm_up
 from hf_dlion.options import LOCAL_BITS, Options
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.steps.displacement import SCALES, displacement, move_by_mean

@@ -21,7 +21,7 @@ from hf_dlion.core.codec import TOP, WORD
 from hf_dlion.core.layout import messages_of
 from hf_dlion.core.slot import Slot
 from hf_dlion.options import LOCAL_BITS
-from hf_dlion.ranks.meeting import HEADER_BYTES
+from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import wire_bytes
 from hf_dlion.steps.local import vote_every_for
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_dlion.ranks import meeting
-from hf_dlion.ranks.header import FROZEN, HISTORY, Agreed, Meetings, Report
-from hf_dlion.ranks.meeting import Disagreement, Kind, raise_together
+from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report
+from hf_dlion.ranks.header import Disagreement, Kind, raise_together
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire
 from tests.support.spawn import on_ranks
@@ -209,7 +208,7 @@ def test_another_version_or_other_data_is_refused_by_all(
     if version == 5:
         text = f"versions of the wire format, {zero}: 1, rank 1: 5: install .*another point of"
     with (
-        mock.patch.object(meeting, "WIRE_VERSION", version if rank == 1 else 1),
+        mock.patch.object(header, "WIRE_VERSION", version if rank == 1 else 1),
         pytest.raises(Disagreement, match=text),
     ):
         meetings.agree(*report())

@@ -1,0 +1,340 @@
+"""Meetings, in which all ranks agree before any of them moves, or all raise.
+
+A meeting begins with one gather of headers. It finds ranks whose messages have different sizes,
+before a later collective would hang or mix their bytes. All branches of a meeting depend on that
+gather alone, so all ranks take the same ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_dlion.core.slot import Signature
+from hf_dlion.ranks.compare import compare_parameters
+from hf_dlion.ranks.header import (
+    ABSTAINED_AT,
+    FINITE,
+    Disagreement,
+    Kind,
+    gather_bools,
+    gather_headers,
+    pack_bools,
+    raise_kinds,
+)
+from hf_dlion.ranks.wire import Wire, digest
+
+# Entries of `Report.equal`: names, and a hash.
+FROZEN = "frozen parameters"
+HISTORY = "lr, betas, or weight decay of a step since the last exchange"
+
+_START_EQUAL = (
+    "Replicas must start equal: pass the parameters in the same order, wrap the model in "
+    "DistributedDataParallel or load the same weights on every rank, and with vote_every load the "
+    "model before the optimizer's state. If it is wrapped, its weights were changed since then: "
+    "don't load weights on some ranks only, and set max_norm=None in nn.Embedding, which changes "
+    "other rows on each rank"
+)
+_OTHER_OPTIMIZER = (
+    "ranks use different optimizers: create and step several DistributedLions in the same order on "
+    "every rank, and create new ones on all ranks together"
+)
+_SAME_STEPS = (
+    "Take the same number of steps on every rank, and load the same checkpoint on all ranks"
+)
+_SAME_FROZEN = "Freeze and unfreeze the same parameters on every rank, before the same step"
+_SAME_VALUES = (
+    "Give groups the same values on every rank, and step a scheduler on all ranks together, with "
+    "the same metric"
+)
+# What to do if entries of `Report.equal` differ, by patterns of their names; the first counts.
+_REMEDIES = {
+    "calls of load_state_dict": "Load the same checkpoint on all ranks",
+    "calls of attach and detach": "Call attach() and detach() on all ranks",
+    "exchanges": _SAME_STEPS,
+    "steps since *": _SAME_STEPS,
+    FROZEN: _SAME_FROZEN,
+    "group * parameters": "Make and add the same parameter groups on every rank",
+    "group *": _SAME_VALUES,
+    "lr*": _SAME_VALUES,
+    "*": "Create the optimizer with the same options on every rank",
+}
+
+# Returns name and this rank's part of every parameter, frozen ones included.
+Parameters = Callable[[], Sequence[tuple[str, Tensor]]]
+# Largest number of frozen parameters that an error names.
+_MOST_NAMES = 4
+
+
+@dataclass(eq=False)
+class Report:
+    """What this rank brings to a header.
+
+    Kind, step, `equal`, and `signatures` must be equal on all ranks.
+
+    Attributes:
+        kind: What the ranks do.
+        present: Whether each trainable parameter has a gradient; empty if the ranks don't step.
+        finite: Whether all gradients are finite.
+        abstained: Number of local steps from which this rank abstained since the last exchange.
+        failure: What failed on this rank.
+        step: Number of the last step that the rank took.
+        equal: Options, hyperparameters of groups, and counts of calls, by name.
+        signatures: Name, shape, dtype, strides, device type, and whether the gradient is averaged,
+            of each trainable parameter.
+    """
+
+    kind: Kind
+    present: list[bool] = field(default_factory=list)
+    finite: bool = True
+    abstained: int = 0
+    failure: BaseException | None = None
+    step: int = 0
+    equal: Mapping[str, object] = field(default_factory=dict)
+    signatures: Sequence[Signature] = ()
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a meeting found about the gradients of every rank, or of every voter.
+
+    `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
+    `compared` tells whether the ranks compared their parameters, as at a new layout, and
+    `abstained` is the sum of `Report.abstained`.
+    """
+
+    finite: list[bool]
+    present: list[list[bool]]
+    compared: bool = False
+    abstained: int = 0
+
+    @functools.cached_property
+    def gradient_counts(self) -> list[int]:
+        """How many ranks have a finite gradient of each parameter, which moves if one has it."""
+        ranks = zip(self.finite, self.present, strict=True)
+        of_finite = [present for finite, present in ranks if finite]
+        return [sum(have_gradient) for have_gradient in zip(*of_finite, strict=True)]
+
+    @property
+    def votes(self) -> list[bool]:
+        """Whether each rank votes: its gradients are finite, and it has one, unless none has."""
+        has_some = [any(has_gradient) for has_gradient in self.present]
+        return [
+            finite and (has_one or not any(has_some))
+            for finite, has_one in zip(self.finite, has_some, strict=True)
+        ]
+
+    def by_voter(self, voter_of_rank: Sequence[int]) -> Agreed:
+        """Returns the result by voter, which has a gradient if all of its ranks have it."""
+        voters: list[list[int]] = [[] for _ in range(max(voter_of_rank) + 1)]
+        for rank, voter in enumerate(voter_of_rank):
+            voters[voter].append(rank)
+        return Agreed(
+            [all(self.finite[rank] for rank in ranks) for ranks in voters],
+            [
+                [all(have) for have in zip(*(self.present[rank] for rank in ranks), strict=True)]
+                for ranks in voters
+            ],
+        )
+
+
+@dataclass
+class _Optimizers:
+    """The optimizers of one process group.
+
+    `met` counts those that have met, equal on every rank. `twins` has creation numbers by rank of
+    those that have met, by hashes of layout and values.
+    """
+
+    met: int = 0
+    twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+
+
+_optimizers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
+
+
+class Meetings:
+    """Meetings of one optimizer with the same optimizer on the other ranks."""
+
+    def __init__(
+        self, wire: Wire, created: int, same_parts: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Doesn't communicate.
+
+        `created` is the number of the optimizer among those that this process created.
+        `same_parts` has the groups of ranks that hold the same parts of sharded parameters
+        (default: all ranks hold complete parameters).
+        """
+        self._wire, self._same_parts = wire, same_parts
+        self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
+        self._created = created
+        self._number = 0  # among the optimizers that have met; 0 before the first meeting
+        self._layout: int | None = None  # hash of the layout whose values were compared
+        # Signatures and presence of the last meeting with their hashes, which mostly stay the same.
+        self._signatures: tuple[Sequence[Signature], int] = ([], digest([]))
+        self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
+
+    def compare_again(self) -> None:
+        """Makes the next meeting compare values; all ranks must call this before that meeting."""
+        self._layout = None
+
+    def agree(self, report: Report, parameters: Parameters) -> Agreed:
+        """Returns what all ranks have, or raises on all of them; every rank must call this.
+
+        A header has the wire's version, the kind, the optimizer's number, its step, whether its
+        gradients are finite, and hashes of `equal`, signatures, and presence: 64 * (N - 1) bytes
+        per rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
+        parameters. In the first step at new signatures in which a rank has a gradient, and in
+        another kind of meeting at them, 24 * (N - 1) more for hashes of `parameters`.
+
+        Raises:
+            Disagreement: On every rank, if ranks differ or something failed on another rank.
+            BaseException: The report's own failure.
+            LostRank: If another rank ended or stalled.
+        """
+        failure, hashes = report.failure, [0, 0, 0]
+        if failure is None:
+            try:
+                hashes = self._hashes(report)
+            except Exception as error:  # The other ranks wait for a header.
+                failure = error
+        flags, numbers, steps, equal, layouts, presence = gather_headers(
+            self._wire, report.kind, [self._number, report.step, *hashes],
+            # In an exchange, what counts is whether a rank moved.
+            finite=report.finite or report.kind is not Kind.STEP, failure=failure,
+            abstained=report.abstained if report.kind is Kind.EXCHANGE else 0,
+        )  # fmt: skip
+        if len(set(numbers)) > 1:
+            raise Disagreement(_OTHER_OPTIMIZER)
+        if len(set(steps)) > 1:
+            raise Disagreement(
+                f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
+            )
+        if len(set(equal)) > 1:
+            self._raise_unequal(report)
+        if len(set(layouts)) > 1:
+            self._raise_layouts(report)
+        present = self._presence(presence)
+        # Until there is a gradient, weights may still be loaded.
+        is_early = report.kind is Kind.STEP and not any(map(any, present))
+        if is_new := layouts[0] != self._layout and not is_early:
+            self._compare_values(layouts[0], parameters)
+        finite = [bool(word & FINITE) for word in flags]
+        return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
+
+    def _hashes(self, report: Report) -> list[int]:
+        """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""
+        if (
+            report.signatures is not self._signatures[0]
+            and report.signatures != self._signatures[0]
+        ):
+            self._signatures = report.signatures, digest(_texts(report.signatures))
+        if report.present != self._present[0]:
+            self._present = list(report.present), digest(pack_bools(report.present))
+        return [digest(report.equal), self._signatures[1], self._present[1]]
+
+    def _raise_unequal(self, report: Report) -> None:
+        tables = self._wire.gather_objects(report.equal)
+        key, values = _first_difference(tables, self._wire)
+        remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
+        if key == HISTORY:
+            raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
+        raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
+
+    def _raise_layouts(self, report: Report) -> None:
+        names = [str(name) for name, *_ in report.signatures]
+        names_by_rank = self._wire.gather_objects(names)
+        lines = enumerate(_texts(report.signatures))
+        tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
+        what = "ranks differ in trainable parameters"
+        key, values = _first_difference(tables, self._wire)
+        if any(set(other) != set(names) for other in names_by_rank):
+            remedy = f"{_SAME_FROZEN}, and train the same model"
+        elif any(other != names for other in names_by_rank):
+            what = "ranks have the same trainable parameters in different orders"
+            remedy = "Pass the parameters in the same order on every rank, not as a set"
+        else:
+            remedy = (
+                "Load them with the same shapes and dtypes on every rank, and on the same type of "
+                "device; FSDP1, DeepSpeed, and ZeRO are not supported"
+            )
+        raise Disagreement(f"{what}, first in {key!r}: {values}. {remedy}")
+
+    def _compare_values(self, layout: int, parameters: Parameters) -> None:
+        """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
+        hashes, created = compare_parameters(
+            parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
+        )
+        if not self._number:
+            self._check_order(created, (layout, *hashes))
+            self._optimizers.met += 1
+            self._number = self._optimizers.met
+        self._layout = layout
+
+    def _check_order(self, created: list[int], key: tuple[int, ...]) -> None:
+        """Checks that optimizers with equal parameters were created in one order on all ranks.
+
+        `created` has the creation number of this optimizer by rank, and `key` is equal for twins.
+        """
+        twins = self._optimizers.twins.setdefault(key, [])
+        for twin in twins:
+            is_later = [this > other for this, other in zip(created, twin, strict=True)]
+            if any(is_later) != all(is_later):
+                raise Disagreement(_OTHER_OPTIMIZER)
+        twins.append(created)
+
+    def _presence(self, hashes: Sequence[int]) -> list[list[bool]]:
+        """Returns which trainable parameters have a gradient, by rank."""
+        present = self._present[0]
+        if len(set(hashes)) == 1:
+            return [present] * len(hashes)
+        return gather_bools(self._wire, present, "which parameters have a gradient")
+
+
+def agree_in_node(
+    node: Wire, kind: Kind, finite: bool, present: Sequence[bool]
+) -> tuple[bool, list[bool]]:
+    """Returns whether all ranks of a node have finite gradients, and of which parameters all do.
+
+    All ranks of the node must call this. A rank whose step failed passes `finite=False`. Bytes per
+    rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64) more if presence differs and all gradients are
+    finite.
+
+    Raises:
+        Disagreement: On every rank of the node, if one exchanges and another doesn't.
+    """
+    words = [kind, finite, digest(pack_bools(present))]
+    kinds, all_finite, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
+    if len(set(kinds)) > 1:
+        raise_kinds(kinds, node)
+    if not all(all_finite) or len(set(hashes)) == 1:
+        return all(all_finite), list(present)
+    by_rank = gather_bools(node, present, "which parameters have a gradient")
+    return True, [all(have_gradient) for have_gradient in zip(*by_rank, strict=True)]
+
+
+def _texts(signatures: Sequence[Signature]) -> list[str]:
+    return [" ".join(map(str, signature)) for signature in signatures]
+
+
+def _first_difference(tables: Sequence[Mapping[str, object]], wire: Wire) -> tuple[str, str]:
+    """Returns the first key on which the ranks' tables differ, and the values by rank.
+
+    Of frozen parameters, the values are the first names that not all ranks have.
+    """
+    keys = dict.fromkeys(key for table in tables for key in table)
+    by_key = {key: [table.get(key, "missing") for table in tables] for key in keys}
+    key, by_rank = next(
+        (key, by_rank) for key, by_rank in by_key.items() if len(set(map(repr, by_rank))) > 1
+    )
+    if key == FROZEN:
+        sets = [set(names) for names in cast("list[list[str]]", by_rank)]
+        by_rank = [sorted(names - sets[0].intersection(*sets))[:_MOST_NAMES] for names in sets]
+    return key, wire.by_value(by_rank)
