@@ -184,7 +184,12 @@ def _levels(piece: Piece, u: Tensor, context: StepContext, *, bits: int, by_tens
 
 
 def set_mean_magnitudes(layout: Layout, context: StepContext) -> None:
-    """Sets every slot's magnitude to its mean of |u|, in a pass that leaves the momenta alone."""
+    """Sets every slot's magnitude to its mean of |u|, if votes are relative to that of a tensor.
+
+    It takes a pass of its own, which leaves the momenta alone.
+    """
+    if context.bits == 1 or context.options.level_scale == "word":
+        return
     source = partial(direction, context=context, advance=False)
     sums, counts = tensor_sums(layout.slots, layout.messages, source, context)
     for slot, total, count in zip(layout.slots, sums, counts, strict=True):

@@ -76,9 +76,12 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
         )
 
 
-def covers(message: Message, voters: int = 1) -> bool:
+def covers(message: Message, context: StepContext, voters: int = 1) -> bool:
     """Returns whether the kernels do the work of a message that so many voters exchange."""
     if message.device.type not in DEVICES or voters > MOST_VOTERS:
+        return False
+    # Also if this rank abstains and so has no momenta, as in the trial before the header.
+    if context.options.momentum_dtype not in (None, *DTYPES):
         return False
     for slot in (span.slot for span in message.spans):
         tensors = slot.p, slot.grad, slot.momentum
@@ -109,19 +112,19 @@ class TorchVote:
 
 def vote_of(message: Message, context: StepContext) -> TorchVote | KernelVote:
     """Returns a step by votes on a message, in its form."""
-    chosen = KernelVote if covers(message, context.voters) else TorchVote
+    chosen = KernelVote if covers(message, context, context.voters) else TorchVote
     return chosen(message, context)
 
 
 def plain_lion(messages: Iterable[Message], context: StepContext) -> None:
     """Takes Lion's step without votes."""
-    others = _launched(messages, partial(launches.plain_lion, context=context))
+    others = _launched(messages, context, launches.plain_lion)
     lion.plain_lion(others, context)
 
 
 def local_step(messages: Iterable[Message], context: StepContext) -> None:
     """Takes a local step."""
-    others = _launched(messages, partial(launches.local_step, context=context))
+    others = _launched(messages, context, launches.local_step)
     lion.local_step(others, context)
 
 
@@ -138,7 +141,7 @@ def end_period(
     Kernels decode the mean from the verdict, whose levels are multiples of a slot's `unit`. Torch
     operations get a piece's mean from `mean`.
     """
-    if covers(message, rule.voters):
+    if covers(message, context, rule.voters):
         launches.end_period(message, verdict, rule, unit, context)
         return
     for piece in message.pieces:
@@ -161,14 +164,18 @@ def verdict_on(
     return votes.verdict_on(planes, active, rows, words, rule, phase)
 
 
-def _launched(messages: Iterable[Message], work: Callable[[list[Message]], None]) -> list[Message]:
+def _launched(
+    messages: Iterable[Message],
+    context: StepContext,
+    work: Callable[[list[Message], StepContext], None],
+) -> list[Message]:
     """Does work on the covered messages of each device; returns the other messages."""
     covered, others = dict[torch.device, list[Message]](), list[Message]()
     for message in messages:
-        if covers(message):
+        if covers(message, context):
             covered.setdefault(message.device, []).append(message)
         else:
             others.append(message)
     for of_device in covered.values():
-        work(of_device)
+        work(of_device, context)
     return others

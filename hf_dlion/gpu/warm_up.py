@@ -19,9 +19,10 @@ from torch import Tensor
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout, Message, Piece, Scratch
+from hf_dlion.core.lion import set_mean_magnitudes
 from hf_dlion.core.rule import Average, Rule, rule_of
 from hf_dlion.core.slot import LocalState, Slot
-from hf_dlion.core.votes import Verdict, packed_rows
+from hf_dlion.core.votes import Verdict, Votes, packed_rows
 from hf_dlion.gpu import form
 from hf_dlion.options import Options
 
@@ -101,10 +102,11 @@ def _take_steps(
             _end_period(message, context)
         _check_sums(layout, -64.0 * Average(voters, context.bits).top)
     else:
+        rule = rule_of(options, voters)
+        set_mean_magnitudes(layout, context)
         for message in layout.messages:
-            vote, rule = form.vote_of(message, context), rule_of(options, voters)
-            votes = vote.encode()
-            vote.move(_verdict(message, votes.planes, votes.active, rule, context), rule)
+            step = form.vote_of(message, context)
+            step.move(_verdict(step.encode(), rule, context), rule)
         _check_sums(layout, -64.0)
 
 
@@ -114,8 +116,8 @@ def _end_period(message: Message, context: StepContext) -> None:
     digits = [-(rule.top >> bit & 1) for bit in range(bits)]
     planes = torch.tensor(digits, dtype=torch.int64, device=message.device)
     planes = planes.view(-1, 1).expand(bits, message.words).contiguous()
-    active = torch.ones(len(message.rows), dtype=torch.bool)
-    verdict = _verdict(message, planes, active, rule, context)
+    active = torch.ones(len(message.rows), dtype=torch.bool, device=message.device)
+    verdict = _verdict(Votes(planes, active, message.rows), rule, context)
 
     def mean(piece: Piece) -> Tensor:
         return torch.full((piece.size,), float(rule.top), dtype=piece.dtype, device=piece.device)
@@ -123,16 +125,15 @@ def _end_period(message: Message, context: StepContext) -> None:
     form.end_period(message, verdict, rule, lambda slot: 1.0, mean, context)
 
 
-def _verdict(
-    message: Message, planes: Tensor, active: Tensor, rule: Rule, context: StepContext
-) -> Verdict:
-    """Returns the verdict if all voters send the same planes, shape (bits, W)."""
-    words, everyone = planes.shape[1], planes.expand(context.voters, *planes.shape)
-    packed = packed_rows(active.to(message.device))
-    packed = packed.expand(context.voters, *packed.shape)
-    return form.verdict_on(
-        everyone, packed, message.rows, slice(0, words), rule, context.phase, words
-    )
+def _verdict(votes: Votes, rule: Rule, context: StepContext) -> Verdict:
+    """Returns the verdict if all voters send the same votes."""
+    planes, packed, rows = votes.planes, votes.packed, votes.rows
+    flags = packed_rows(votes.active).to(planes.device)
+    if packed is not None:
+        flags = packed[: flags.numel()]
+    everyone, words = planes.expand(context.voters, *planes.shape), planes.shape[1]
+    all_flags = flags.expand(context.voters, *flags.shape)
+    return form.verdict_on(everyone, all_flags, rows, slice(0, words), rule, context.phase, words)
 
 
 def _check_sums(layout: Layout, expected: float) -> None:

@@ -27,8 +27,7 @@ def vote(layout: Layout, context: StepContext, ranks: Topology) -> None:
     stats, options = ranks.voters.stats, context.options
     rule = rule_of(options, context.voters)
     stats.lap("", layout.device)
-    if context.bits > 1 and options.level_scale == "tensor":
-        set_mean_magnitudes(layout, context)
+    set_mean_magnitudes(layout, context)
     in_lockstep([vote_on_message(message, context, rule, ranks) for message in layout.messages])
     stats.exchanges += 1
 

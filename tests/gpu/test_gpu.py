@@ -217,6 +217,7 @@ def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, An
                 with nullcontext() if step else mock.patch.object(Peers, "world_size", 1):
                     optimizer.step()
             optimizer.exchange_now()
+        assert hf_dlion.gpu.form.refusal(params[0].device) == ""
     return seen
 
 
@@ -228,6 +229,8 @@ def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, An
     (4, DTYPES[:2], {"aggregation": "average", "momentum_dtype": torch.float32}),
     (3, DTYPES[:3], {"aggregation": "average"}),
     (3, DTYPES[:2], {"bits": 2, "ties": "zero"}),
+    (2, DTYPES[:2], {"bits": 4, "level_scale": "tensor"}),
+    (2, DTYPES[:2], {"momentum_dtype": torch.float16}),
     (2, DTYPES[:2], {"vote_every": 2, "momentum_dtype": torch.float32}),
     (3, DTYPES[:2], {"vote_every": 2}),
     (2, DTYPES[:2], {"vote_every": 2, "bits": 4}),

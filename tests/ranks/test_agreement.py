@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_dlion.ranks import header
 from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report
 from hf_dlion.ranks.header import Disagreement, Kind, raise_together
 from hf_dlion.ranks.stats import WireStats
