@@ -187,7 +187,7 @@ def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, An
     """Returns what is launched before headers, and after them, where nothing can be compiled.
 
     The first step comes before the process group. The last two parameters are trained from the
-    fourth step on, without a gradient in the fifth.
+    fourth step on, without a gradient in the fifth. In the last step, only rank 0 has finite ones.
     """
     seen: dict[bool, set[Any]] = {False: set(), True: set()}
 
@@ -206,12 +206,14 @@ def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, An
             kinds = [(dtype, shape) for dtype in dtypes for shape in [(2, 64), (5,)]]
             params = [nn.Parameter(torch.ones(s, dtype=d, device=DEVICE)) for d, s in kinds]
             optimizer = DistributedLion(params, **options)
-            for step in range(5):
+            for step in range(6):
                 optimizer.param_groups[0]["lr"] = 1e-3 * (step > 0)
                 for k, param in enumerate(params):
                     is_late = k >= len(params) - 2
                     param.requires_grad_(not is_late or step > 2)
                     param.grad = None if is_late and step != 3 else gradient(param, step, rank, k)
+                    if step == 5 and rank and param.grad is not None:
+                        param.grad.fill_(torch.nan)
                 if step in (1, 3):
                     met.reset_mock()
                 with nullcontext() if step else mock.patch.object(Peers, "world_size", 1):
