@@ -174,9 +174,10 @@ class Guards:
             RuntimeError: If a rank abstained in as many consecutive steps as the limit.
         """
         if ranks is not None and is_local:
-            votes = [True] * ranks.everyone.world_size
-            votes[ranks.everyone.rank] = report.abstained == self.local_abstentions
+            abstains = report.abstained > self.local_abstentions  # `check` has counted this step.
             self.local_abstentions = report.abstained
+            votes = [True] * ranks.everyone.world_size
+            votes[ranks.everyone.rank] = not abstains
             if report.kind is Kind.EXCHANGE:
                 self.count_exchange(agreed)
         else:

@@ -112,7 +112,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
         sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
     else:
         active = votes.packed[: -(-len(votes.rows) // WORD)]
-        sent = votes.packed[active.numel() :][: ranks * words_each]
+        sent = votes.packed[active.numel() :][: ranks * words_each]  # It has room for the padding.
     # Segment j goes to rank j.
     sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)
     received, active = torch.empty_like(sent), active.to(on_wire)
