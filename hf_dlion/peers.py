@@ -30,9 +30,9 @@ from hf_dlion.steps.local import LocalSteps
 
 # Numbers of the optimizers that this process creates.
 _numbers = itertools.count(1)
-# Blocks of `all_or_none` may have headers inside, as Trainer's save has that of `save_momentum`. What
-# a header raises leaves the block on all ranks, so it must not wait for another header. But if one
-# rank raises the same exception again in a later block, the other ranks don't have it there. So a
+# Blocks of `all_or_none` may have headers inside, as Trainer's save has that of `save_momentum`.
+# What a header raises leaves the block on all ranks, so it must not wait for another header. But if
+# one rank raises the same exception again in a later block, the others don't have it there. So a
 # header notes on its exception, in this attribute, how many blocks had been entered.
 _MET = "_hf_dlion_met"
 _entries = itertools.count(1)
