@@ -69,7 +69,7 @@ class DistributedLion(torch.optim.Optimizer):
             get those of the attached model, by which ranks compare them and options select.
         lr: Learning rate, which is how far a step moves an element (default: 1e-4).
         betas: Momentum coefficients (beta1, beta2), of the vote and of the next momentum
-            (default: (0.9, 0.99)).
+            (default: (0.9, 0.98)).
         weight_decay: Decoupled weight decay coefficient (default: 0.0).
         process_group: Process group of the ranks that train one model (default: None, which means
             all ranks).
@@ -139,7 +139,7 @@ class DistributedLion(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.0,
         *,
         process_group: dist.ProcessGroup | None = None,

@@ -168,7 +168,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_number("weight_decay", group["weight_decay"])
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas must be a pair of numbers such as (0.9, 0.99) (got {betas!r})")
+        raise TypeError(f"betas must be a pair of numbers such as (0.9, 0.98) (got {betas!r})")
     for position, beta in enumerate(betas):
         check_number(f"betas[{position}]", beta)
         if float(beta) >= 1.0:

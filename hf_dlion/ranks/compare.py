@@ -29,7 +29,7 @@ COPIED_MOMENTA = (
     "all ranks loaded the same momentum, which is right after optimizer.synchronize_momentum(). "
     "Otherwise, save each rank's own with hf_dlion.save_momentum() and load it with "
     "hf_dlion.load_momentum() after optimizer.load_state_dict(), which replaces it. Training "
-    "continues, and the momenta become different again in about 100 steps"
+    "continues, and the momenta become different again in about 50 steps"
 )
 
 

@@ -40,7 +40,7 @@ def as_text(optim_args: Mapping[str, Any]) -> str:
 def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the keyword arguments in an `optim_args`, with "beta1" and "beta2" as floats.
 
-    The text has options of `Options`, `beta1`, `beta2`, or `betas=0.9;0.99`, separated by commas.
+    The text has options of `Options`, `beta1`, `beta2`, or `betas=0.9;0.98`, separated by commas.
     Semicolons separate the parts of a list. Options in `chosen` override the text, and are checked
     together with it.
 
@@ -107,7 +107,7 @@ def _converted(name: str, value: str) -> dict[str, Any]:
     if name == "betas":
         parts = value.split(";")
         if len(parts) != 2:
-            raise ValueError(f"optim_args: betas={value} must be two numbers, such as 0.9;0.99")
+            raise ValueError(f"optim_args: betas={value} must be two numbers, such as 0.9;0.98")
         return {f"beta{k}": _beta(f"beta{k}", part) for k, part in enumerate(parts, 1)}
     if name in ("beta1", "beta2"):
         return {name: _beta(name, value)}

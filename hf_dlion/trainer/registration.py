@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 
 # Defaults of TrainingArguments, which are AdamW's. A run that has them didn't choose them.
 ADAM_BETAS = (0.9, 0.999)
-LION_BETAS = (0.9, 0.99)
+LION_BETAS = (0.9, 0.98)
 # Trainer runs unattended, and one comparison of replicas in 100 steps costs little.
 COMPARED_STEPS = 100
 
@@ -59,7 +59,7 @@ def optimizer_cls_and_kwargs(
         >>> args = TrainingArguments(output_dir="out", learning_rate=1e-4, use_cpu=True)
         >>> cls, kwargs = optimizer_cls_and_kwargs(args, bits=2)
         >>> cls.__name__, kwargs["lr"], kwargs["betas"], kwargs["bits"]
-        ('DistributedLion', 0.0001, (0.9, 0.99), 2)
+        ('DistributedLion', 0.0001, (0.9, 0.98), 2)
     """
     for name in options:
         check_known(name, ("lr", "betas"), "optimizer_cls_and_kwargs")

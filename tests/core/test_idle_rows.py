@@ -75,23 +75,23 @@ def moves(steps: range, options: dict[str, Any], rank: int) -> tuple[list[float]
 
 
 def test_a_row_moves_for_as_long_as_the_momentum_remembers() -> None:
-    assert moves(range(99), {}, 0)[0] == [99.0, -99.0]
+    assert moves(range(49), {}, 0)[0] == [49.0, -49.0]
     (once, always), optimizer = moves(range(300), {}, 0)
-    assert (once, always) == (100.0, -300.0)
+    assert (once, always) == (50.0, -300.0)
     (state,) = optimizer.state.values()
-    assert state[AGE].tolist() == [100, 100, 0]
+    assert state[AGE].tolist() == [50, 50, 0]
     assert moves(range(300), {"betas": (0.9, 0.5)}, 0)[0] == [2.0, -300.0]
 
 
 @pytest.mark.parametrize(
     ("options", "distance"),
     [
-        ({}, 100.0),
-        ({"full_precision": "*"}, 100.0),
+        ({}, 50.0),
+        ({"full_precision": "*"}, 50.0),
         ({"bits": 4, "betas": (torch.tensor(0.9), torch.tensor(0.99))}, 100.0),
         # Own steps of rank 0 alone count half in the mean.
-        ({"vote_every": 4, "bits": 8}, 50.0),
-        ({"vote_every": 4, "full_precision": "*"}, 50.0),
+        ({"vote_every": 4, "bits": 8}, 25.0),
+        ({"vote_every": 4, "full_precision": "*"}, 25.0),
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_a_state_dict_keeps_ages() -> None:
     other.load_state_dict(optimizer.state_dict())
     (age,) = [state[AGE] for state in other.state.values()]
     assert age.dtype == torch.int32
-    assert age.tolist() == [100, 100, 0]
+    assert age.tolist() == [50, 50, 0]
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -219,7 +219,7 @@ class Lions:
         ranks: Number of ranks.
         lrs: Learning rate of each parameter.
         decays: Weight decay of each parameter.
-        betas: Momentum coefficients of each parameter (default: (0.9, 0.99)).
+        betas: Momentum coefficients of each parameter (default: (0.9, 0.98)).
     """
 
     params: list[torch.Tensor]
@@ -236,7 +236,7 @@ class Lions:
     t: int = 0
 
     def __post_init__(self) -> None:
-        self.betas = self.betas or [(0.9, 0.99)] * len(self.params)
+        self.betas = self.betas or [(0.9, 0.98)] * len(self.params)
         dtype = self.momentum_dtype
         self.momenta = [
             [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in self.params]

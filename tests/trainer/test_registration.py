@@ -93,7 +93,7 @@ def test_optim_args_reach_the_optimizer_by_model_names(tmp_path: Path, optim_arg
         ({}, {"vote_every": 300}, "check_replicas_every", 1),
         ({"optim_args": "check_replicas_every=0"}, {}, "check_replicas_every", 0),
         # Betas are Lion's unless they were chosen.
-        ({}, {}, "betas", (0.9, 0.99)),
+        ({}, {}, "betas", (0.9, 0.98)),
         ({"adam_beta2": 0.95}, {}, "betas", (0.9, 0.95)),
         (
             {"adam_beta1": 0.8, "adam_beta2": 0.95, "optim_args": "beta2=0.999"},
@@ -138,7 +138,7 @@ def test_bad_optim_args_are_refused_at_once(tmp_path: Path, text: str, words: st
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
     named = trained(tiny_args(tmp_path, optim_args="bits=2"))
     args = tiny_args(tmp_path, optim="adamw_torch", optim_args="bits=4,beta2=0.5")
-    chosen = optimizer_cls_and_kwargs(args, bits=2, betas=(0.9, 0.99))
+    chosen = optimizer_cls_and_kwargs(args, bits=2, betas=(0.9, 0.98))
     by_class = trained(args, optimizer_cls_and_kwargs=chosen)
     assert weights_digest(named.model) == weights_digest(by_class.model)
     assert "dlion/abstained" in by_class.state.log_history[0]
