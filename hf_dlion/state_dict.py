@@ -1,4 +1,15 @@
-"""The optimizer's state dict: what it has, and what is loaded from one."""
+"""The optimizer's state dict: what it has, and what is loaded from one.
+
+kept between two steps                             in                                loaded
+momenta, ages of rows, divergences                 `optimizer.state`                 by rank
+lr, betas, weight decay, number of steps           `optimizer.param_groups`          yes
+anchors and compensations of a period              `Params.local_states`             no
+steps of the period, number of exchanges           `LocalSteps`                      by rank
+names, the layout                                  `Params`                          no
+what the ranks have compared and counted           `Meetings`, `Peers`, `Guards`     no
+
+"By rank": rank 0's by the state dict, each rank's own by `checkpoint`.
+"""
 
 from __future__ import annotations
 

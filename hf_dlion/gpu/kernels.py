@@ -3,7 +3,8 @@
 `launches` launches them: `each_tile` once for all tensors of a message, on a table with a line for
 each stretch of a tensor, and `abstain` and `count_votes` for the words of a message, on a table of
 its rows. A program finds the line that it works on (`tables.Table`). No number is specialized, so
-one compiled kernel serves all of them, and a later step doesn't wait for the compiler.
+one compiled kernel serves all of them, and a later step doesn't wait for the compiler: `warm_up`
+compiles them before the first step.
 
 They take tensors of float32 and bfloat16, and encode one bit. Sections are those of docs/rule.md.
 Compiled without fusion, all but `_lerp` rounds as the rule says, so every form has the same bits.

@@ -2,6 +2,8 @@
 
 word   0        1     2, 3                   4                       5, 6, 7
 version  kind  of the caller  finite, failed, abstained    of the caller
+
+What fails on a rank waits for its next header (`peers.all_or_none`), which raises on all ranks.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A rank that gets such an error writes a key into the rendezvous store. A rank that waits looks for
 such keys now and then, so it neither waits for its own error nor is taken for lost. A store may
 also be lost, with the rank that serves it, so no call of it is waited for without a limit.
+
+A rank that raises isn't lost: its error waits for the next header (`peers`).
 """
 
 from __future__ import annotations
