@@ -1,8 +1,8 @@
 """The kinds of work that kernels do, each in one launch for all tensors of the same types.
 
 They bring addresses and numbers to `kernels`, and have the bits of the functions in `core.lion` and
-`core.votes`. `form` says which messages they take. Triton is imported and compiles at the first launch, so
-`warm_up` launches all of them before the first step.
+`core.votes`. `form` says which messages they take. Triton is imported and compiles at the first
+launch, so `warm_up` launches all of them before the first step.
 """
 
 from __future__ import annotations
