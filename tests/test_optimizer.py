@@ -160,8 +160,9 @@ def test_one_rank_is_lion() -> None:
     torch.manual_seed(1)
     models = [torch.nn.Linear(70, 9) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    ours = DistributedLion(models[0].parameters(), lr=1e-3, weight_decay=0.1)
-    theirs = Lion(models[1].parameters(), lr=1e-3, weight_decay=0.1, weight_decouple=True)
+    options = {"lr": 1e-3, "betas": (0.9, 0.98), "weight_decay": 0.1}
+    ours = DistributedLion(models[0].parameters(), **options)
+    theirs = Lion(models[1].parameters(), **options, weight_decouple=True)
     for _ in range(20):
         x = torch.randn(8, 70)
         take_step(ours, models[0], x)

@@ -242,7 +242,7 @@ def test_a_rank_that_synchronizes_momenta_alone_is_named(rank: int) -> None:
 @on_ranks(2)
 def test_local_steps_average_momenta_of_full_precision_too(rank: int) -> None:
     for bits, least, most in ((16, 0.0, 1e-4), (4, 1e-3, 2e-3)):  # What bits leave out stays.
-        options = {"momentum_sync_every": 1, "momentum_sync_bits": bits}
+        options = {"momentum_sync_every": 1, "momentum_sync_bits": bits, "betas": (0.9, 0.99)}
         param, optimizer = single(vote_every=2, full_precision="w", **options)
         param.grad *= (-1) ** rank
         for _ in range(2):
