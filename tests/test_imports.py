@@ -70,6 +70,14 @@ def test_the_optimizer_shows_what_torch_or_a_user_calls_and_nothing_else():
     }
 
 
+def test_the_arithmetic_does_not_communicate():
+    """lint-imports, which knows no parts of torch, keeps it from the package's own collectives."""
+    texts = {identity(path): path.read_text() for path in SOURCES}
+    talking = {name for name in texts if "torch.distributed" in texts[name]}
+    assert {"ranks/wire.py", "peers.py"} < talking
+    assert not [name for name in talking if name.startswith(("core/", "gpu/"))]
+
+
 def test_only_peers_tell_failures_to_other_ranks():
     texts = {identity(path): path.read_text() for path in SOURCES}
     assert [name for name in texts if "except BaseException" in texts[name]] == ["peers.py"]
