@@ -397,6 +397,26 @@ def test_the_advice_begins_with_what_does_not_fit_and_ends_with_whether_it_pays(
     assert all(float(factor) > 1 for factor in re.findall(r"(\d+\.\d\d) times", text))
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("--ranks=4", "With 4 ranks, momentum_sync_every=1 lowers the loss, and"),
+        ("--ranks=8 --ranks-per-node=2", "With 4 nodes, momentum_sync_every=1 lowers the loss,"),
+        ("--ranks=3", ""),
+        ("--ranks=8 --ranks-per-node=4", ""),
+    ],
+)
+def test_with_four_ranks_or_more_the_advice_for_local_steps_is_to_average_momenta(
+    run: Any, words: str, end: str
+) -> None:
+    found = json.loads(
+        run("1b", *words.split(), "--link=1gbit", "--gpu=h100", "--step-ms=200", "--format=json")
+    )
+    assert "vote_every" in found["advice"]
+    assert end in found["advice"]
+    assert ("momentum_sync_every" in found["advice"]) == bool(end)
+
+
 # The command
 
 

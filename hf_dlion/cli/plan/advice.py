@@ -26,6 +26,8 @@ HIDDEN = 0.05
 # How far measurements may differ, and what share of the cores other processes may use, without a
 # warning.
 SPREAD, BUSY = 1.25, 0.2
+# With so many ranks or nodes that exchange, momenta are averaged, too (docs/guides/local_steps.md).
+MOMENTA_FROM = 4
 
 
 class _Verdict(NamedTuple):
@@ -58,6 +60,7 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         if gain >= WORTH:
             text += f" {name} {_compared(gain)} as {best}{condition}."
             best = name
+    text += _momenta(case, predictions, best)
     return text + _left_out(case, measured[0], predictions, best)
 
 
@@ -120,6 +123,16 @@ def _fitting(case: Case, predictions: Predictions) -> Predictions:
     if predictions[DLION].memory_bytes > has:
         return predictions
     return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
+
+
+def _momenta(case: Case, predictions: Predictions, best: str) -> str:
+    """Returns what momenta cost if local steps should average them; or ""."""
+    averaged = predictions.get(f"{best}{WITH_MOMENTA}")
+    if averaged is None or case.nodes < MOMENTA_FROM:
+        return ""
+    others = f"{case.nodes} {'ranks' if case.per_node == 1 else 'nodes'}"
+    cost = _compared(predictions[best].step_s / averaged.step_s)
+    return f" With {others}, momentum_sync_every=1 lowers the loss, and a step {cost}."
 
 
 def _left_out(case: Case, found: Predictions, fitting: Predictions, best: str) -> str:
