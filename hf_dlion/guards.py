@@ -77,8 +77,6 @@ class Guards:
     def check(self, layout: Layout, report: Report, ranks: Topology | None) -> None:
         """Refuses a step that would be wrong without `attach`, or after too many abstentions.
 
-        `report.abstained` gets this step, if this rank has a NaN or no gradient.
-
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; if no
                 hook averages a parameter's gradient in the node, or did since the last step; or as
@@ -94,8 +92,6 @@ class Guards:
             self._check_averages(layout)
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self.check_abstentions(ranks)
-        has_none = bool(report.present) and not any(report.present)
-        report.abstained = self.local_abstentions + (has_none or not report.finite)
 
     def check_wrapper(self, model: nn.Module) -> None:
         """Refuses a wrapper that was made within a period of local steps.
@@ -174,10 +170,9 @@ class Guards:
             RuntimeError: If a rank abstained in as many consecutive steps as the limit.
         """
         if ranks is not None and is_local:
-            abstains = report.abstained > self.local_abstentions  # `check` has counted this step.
             self.local_abstentions = report.abstained
             votes = [True] * ranks.everyone.world_size
-            votes[ranks.everyone.rank] = not abstains
+            votes[ranks.everyone.rank] = not report.abstains
             if report.kind is Kind.EXCHANGE:
                 self.count_exchange(agreed)
         else:

@@ -285,7 +285,7 @@ class DistributedLion(torch.optim.Optimizer):
         agreed = self.peers.header(report, layout)
         self.guards.count_exchange(agreed)
         ranks = self.peers.ranks
-        if ranks is None or ranks.voters.world_size == 1:
+        if ranks is None or self.peers.voters == 1:
             return
         number, warnings = local.exchange(layout, agreed.gradient_counts, self._context(0), ranks)
         self._run_periodic_tasks(number, layout)
@@ -374,6 +374,7 @@ class DistributedLion(torch.optim.Optimizer):
                 layout = self.params.fresh_layout()
             report.finite = self.params.collect(layout)
             report.present = [slot.grad is not None for slot in layout.slots]
+            report.abstained = self.guards.local_abstentions + report.abstains
             self.guards.check(layout, report, self.peers.ranks)
             if self.local is not None:
                 self.local.begin_step(layout, self.param_groups)
@@ -390,24 +391,19 @@ class DistributedLion(torch.optim.Optimizer):
     def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
         """Takes the step on which the ranks agreed; returns warnings.
 
-        several voters, vote_every > 1:
-          LOCAL_STEP                         a local step
-          LOCAL_STEP_WITH_HEADER             the same, from the first finite gradient on
-          EXCHANGE                           a local step, then the mean of displacements
+        vote_every > 1 and several voters    a local step, which an exchange may follow
         else, a rank has a finite gradient   a vote, or plain Lion for one voter
         else                                 nothing, and no step is counted
         """
-        ranks, local, moves = self.peers.ranks, self.local, any(agreed.gradient_counts)
-        if local is not None and (
-            ranks is None or not local.moves_own_weights(report.kind, agreed, ranks, self.steps)
-        ):
-            local = None
-        warnings: list[str] = []
+        ranks, moves, number = self.peers.ranks, any(agreed.gradient_counts), 0
+        # The first step that is counted needs a gradient, which tells what is trained.
+        is_counted = moves or self.steps > 0 or report.kind is not Kind.STEP
+        local = self.local if self.peers.voters > 1 and is_counted else None
         self.guards.note_comparisons(self.peers.comparisons)
         self.guards.count_abstentions(report, agreed, ranks, is_local=local is not None)
+        warnings: list[str] = []
         if ranks is not None and report.kind is not Kind.LOCAL_STEP and (local or moves):
             warnings += self.guards.compare_after_changes(layout, ranks)
-        number = 0
         if local is not None and ranks is not None:
             number, more = self._local_step(local, ranks, report.kind, layout, agreed)
             warnings += more
@@ -426,7 +422,7 @@ class DistributedLion(torch.optim.Optimizer):
         local.step(layout, context)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
-        if kind is Kind.LOCAL_STEP_WITH_HEADER and not any(agreed.gradient_counts):
+        if kind is Kind.STEP and not any(agreed.gradient_counts):
             local.forget_meeting()  # Without a gradient, the ranks didn't compare weights.
         if kind is not Kind.EXCHANGE:
             return 0, []
@@ -438,7 +434,7 @@ class DistributedLion(torch.optim.Optimizer):
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.gradient_counts, strict=True):
             slot.moving = slot.p if count else None
-        if ranks is None or ranks.voters.world_size == 1:
+        if ranks is None or self.peers.voters == 1:
             context.age_rows(layout.slots)
             plain_lion(layout.all_messages, context)
         else:
@@ -468,7 +464,7 @@ class DistributedLion(torch.optim.Optimizer):
         options, ranks = self.options, self.peers.ranks
         if not number or ranks is None:
             return
-        if options.momentum_sync_every and ranks.voters.world_size > 1:
+        if options.momentum_sync_every and self.peers.voters > 1:
             momenta = []
             for slot in layout.slots:
                 if slot.synced and slot.param.requires_grad:
@@ -481,10 +477,9 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _warm_up(self, layout: Layout) -> None:
         """Compiles the kernels that a new layout's steps launch."""
-        voters = 1 if self.peers.ranks is None else self.peers.ranks.voters.world_size
-        if self._warm != (layout, voters):
-            warm_up(layout, self.options, voters)
-            self._warm = layout, voters
+        if self._warm != (layout, self.peers.voters):
+            warm_up(layout, self.options, self.peers.voters)
+            self._warm = layout, self.peers.voters
 
     @torch.inference_mode(False)
     def synchronize_momentum(self) -> None:
@@ -516,11 +511,10 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _context(self, ahead: int) -> StepContext:
         """Returns the context of the last step that was counted, or of one that is ahead."""
-        step, ranks = self.steps + ahead, self.peers.ranks
-        voter, voters = (0, 1) if ranks is None else (ranks.voter, ranks.voters.world_size)
         return StepContext(
-            step=step, voter=voter, voters=voters, options=self.options,
-            groups=self.param_groups, state=self.state, scratch=self._scratch,
+            step=self.steps + ahead, voter=self.peers.voter, voters=self.peers.voters,
+            options=self.options, groups=self.param_groups, state=self.state,
+            scratch=self._scratch,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

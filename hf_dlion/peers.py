@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch.distributed as dist
 
@@ -22,7 +22,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
-from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report
+from hf_dlion.ranks.agreement import FROZEN, Agreed, Common, Meetings, Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
@@ -86,6 +86,16 @@ class Peers:
             return 1
         return dist.get_world_size(self.process_group)
 
+    @property
+    def voter(self) -> int:
+        """Number of this rank's voter; 0 before the first header, and for one rank alone."""
+        return 0 if self.ranks is None else self.ranks.voter
+
+    @property
+    def voters(self) -> int:
+        """Number of voters; 1 before the first header, and for one rank alone."""
+        return 1 if self.ranks is None else self.ranks.voters.world_size
+
     def topology(self) -> Topology:
         """Returns the groups of ranks. With `replicate`, the first call is a collective."""
         if self.ranks is None:
@@ -109,7 +119,7 @@ class Peers:
         If the block raises what an earlier header raised, all ranks have it, and none continues.
 
         Args:
-            report: This rank's report, which the block may complete.
+            report: This rank's report, which the block completes.
             can_meet: Whether the other ranks reach the next header if this one fails. If not, only
                 this rank raises.
         """
@@ -169,20 +179,20 @@ class Peers:
             if report.failure is not None:
                 raise report.failure
             return Agreed([report.finite], [report.present])
+        common = Common(self._params.steps)
         try:
             # A save or a load doesn't know the layout; all ranks must reshard.
             known = layout or self._params.fresh_layout()
-            report.signatures = known.signatures
-            report.equal = self._equal_values(report.kind, known)
-            if local is not None:
-                report.present = local.moved(report, known)
+            values = self._equal_values(report.kind, known)
+            common = replace(common, values=values, signatures=known.signatures)
+            if report.kind is Kind.EXCHANGE:
+                report = replace(report, present=[slot.moved_in_period for slot in known.slots])
             if layout is None:
                 known.release()
         except Exception as error:  # The other ranks wait for a header.
-            report.failure = report.failure or error
-        report.step = self._params.steps
+            report = replace(report, failure=report.failure or error)
         assert self._meetings is not None
-        agreed = self._meetings.agree(report, self._params.common_parts)
+        agreed = self._meetings.agree(report, common, self._params.common_parts)
         self.comparisons += agreed.compared
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.

@@ -51,6 +51,31 @@ class LocalState:
         if self.own is None and self.anchor.shape == part.shape:
             part.copy_(self.anchor)
 
+    def show(self, part: Tensor) -> None:
+        """Puts the anchor into the parameter, and keeps this rank's weights."""
+        own = part.clone()
+        self.leave(part)
+        self.own = own
+
+    def hide(self, part: Tensor) -> None:
+        """Puts this rank's weights back, and moves them as what was written moved the anchor."""
+        if self.own is None:
+            return
+        own, self.own = self.own, None
+        same = part == self.anchor
+        same |= part.isnan() & self.anchor.isnan()  # A NaN differs from itself.
+        wide = torch.promote_types(part.dtype, torch.float32)
+        w = self.anchor.to(wide) - own
+        if self.compensation is not None:
+            w -= self.compensation
+        y = part.to(wide) - w
+        self.anchor.copy_(part)
+        moved = y.to(part.dtype)
+        if self.compensation is not None:
+            left = (y - moved).to(part.dtype)
+            self.compensation.copy_(torch.where(same, self.compensation, left))
+        part.copy_(torch.where(same, own, moved))
+
     def fit(self, name: str, part: Tensor) -> None:
         """Gives the tensors the parameter's device, dtype, and strides, which may have changed.
 
@@ -145,6 +170,11 @@ class Slot:
         if (x := self.anchor) is None or (c := self.compensation) is None:
             return None if x is None else x - self.p
         return x.float().sub_(self.p).sub_(c)
+
+    @property
+    def moved_in_period(self) -> bool:
+        """Whether this rank has a gradient now, or had a finite one in the period."""
+        return self.grad is not None or (self.local is not None and self.local.used)
 
     def get(self, field: Field) -> Tensor | None:
         """Returns one of the slot's tensors."""

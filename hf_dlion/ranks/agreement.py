@@ -31,7 +31,7 @@ from hf_dlion.ranks.header import (
 )
 from hf_dlion.ranks.wire import Wire, digest
 
-# Entries of `Report.equal`: names, and a hash.
+# Entries of `Common.values`: names, and a hash.
 FROZEN = "frozen parameters"
 HISTORY = "lr, betas, or weight decay of a step since the last exchange"
 
@@ -54,7 +54,7 @@ _SAME_VALUES = (
     "Give groups the same values on every rank, and step a scheduler on all ranks together, with "
     "the same metric"
 )
-# What to do if entries of `Report.equal` differ, by patterns of their names; the first counts.
+# What to do if entries of `Common.values` differ, by patterns of their names; the first counts.
 _REMEDIES = {
     "calls of load_state_dict": "Load the same checkpoint on all ranks",
     "calls of attach and detach": "Call attach() and detach() on all ranks",
@@ -75,20 +75,15 @@ _MOST_NAMES = 4
 
 @dataclass(eq=False)
 class Report:
-    """What this rank brings to a header.
-
-    Kind, step, `equal`, and `signatures` must be equal on all ranks.
+    """What this rank brings to a meeting, and what may differ from other ranks, but for the kind.
 
     Attributes:
         kind: What the ranks do.
-        present: Whether each trainable parameter has a gradient; empty if the ranks don't step.
+        present: Whether each trainable parameter has a gradient; empty if the ranks don't step. In
+            an exchange, whether it had one in the period.
         finite: Whether all gradients are finite.
         abstained: Number of local steps from which this rank abstained since the last exchange.
         failure: What failed on this rank.
-        step: Number of the last step that the rank took.
-        equal: Options, hyperparameters of groups, and counts of calls, by name.
-        signatures: Name, shape, dtype, strides, device type, and whether the gradient is averaged,
-            of each trainable parameter.
     """
 
     kind: Kind
@@ -96,8 +91,26 @@ class Report:
     finite: bool = True
     abstained: int = 0
     failure: BaseException | None = None
-    step: int = 0
-    equal: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def abstains(self) -> bool:
+        """Whether this rank has a NaN or an Inf in the step, or no gradient at all."""
+        return not self.finite or (bool(self.present) and not any(self.present))
+
+
+@dataclass(frozen=True)
+class Common:
+    """What must be equal on all ranks.
+
+    Attributes:
+        step: Number of the last step that was counted.
+        values: Options, hyperparameters of groups, and counts of calls, by name.
+        signatures: Name, shape, dtype, strides, device type, and whether the gradient is averaged,
+            of each trainable parameter.
+    """
+
+    step: int
+    values: Mapping[str, object] = field(default_factory=dict)
     signatures: Sequence[Signature] = ()
 
 
@@ -185,11 +198,11 @@ class Meetings:
         """Makes the next meeting compare values; all ranks must call this before that meeting."""
         self._layout = None
 
-    def agree(self, report: Report, parameters: Parameters) -> Agreed:
+    def agree(self, report: Report, common: Common, parameters: Parameters) -> Agreed:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         A header has the wire's version, the kind, the optimizer's number, its step, whether its
-        gradients are finite, and hashes of `equal`, signatures, and presence: 64 * (N - 1) bytes
+        gradients are finite, and hashes of values, signatures, and presence: 64 * (N - 1) bytes
         per rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
         parameters. In the first step at new signatures in which a rank has a gradient, and in
         another kind of meeting at them, 24 * (N - 1) more for hashes of `parameters`.
@@ -202,11 +215,11 @@ class Meetings:
         failure, hashes = report.failure, [0, 0, 0]
         if failure is None:
             try:
-                hashes = self._hashes(report)
+                hashes = self._hashes(report, common)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
         flags, numbers, steps, equal, layouts, presence = gather_headers(
-            self._wire, report.kind, [self._number, report.step, *hashes],
+            self._wire, report.kind, [self._number, common.step, *hashes],
             # In an exchange, what counts is whether a rank moved.
             finite=report.finite or report.kind is not Kind.STEP, failure=failure,
             abstained=report.abstained if report.kind is Kind.EXCHANGE else 0,
@@ -218,9 +231,9 @@ class Meetings:
                 f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
             )
         if len(set(equal)) > 1:
-            self._raise_unequal(report)
+            self._raise_unequal(common)
         if len(set(layouts)) > 1:
-            self._raise_layouts(report)
+            self._raise_layouts(common)
         present = self._presence(presence)
         # Until there is a gradient, weights may still be loaded.
         is_early = report.kind is Kind.STEP and not any(map(any, present))
@@ -229,29 +242,29 @@ class Meetings:
         finite = [bool(word & FINITE) for word in flags]
         return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
 
-    def _hashes(self, report: Report) -> list[int]:
-        """Returns hashes of `equal`, layout, and presence, of which the last two rarely change."""
+    def _hashes(self, report: Report, common: Common) -> list[int]:
+        """Returns hashes of values, layout, and presence, of which the last two rarely change."""
         if (
-            report.signatures is not self._signatures[0]
-            and report.signatures != self._signatures[0]
+            common.signatures is not self._signatures[0]
+            and common.signatures != self._signatures[0]
         ):
-            self._signatures = report.signatures, digest(_texts(report.signatures))
+            self._signatures = common.signatures, digest(_texts(common.signatures))
         if report.present != self._present[0]:
             self._present = list(report.present), digest(pack_bools(report.present))
-        return [digest(report.equal), self._signatures[1], self._present[1]]
+        return [digest(common.values), self._signatures[1], self._present[1]]
 
-    def _raise_unequal(self, report: Report) -> None:
-        tables = self._wire.gather_objects(report.equal)
+    def _raise_unequal(self, common: Common) -> None:
+        tables = self._wire.gather_objects(common.values)
         key, values = _first_difference(tables, self._wire)
         remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
         if key == HISTORY:
             raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
         raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
 
-    def _raise_layouts(self, report: Report) -> None:
-        names = [str(name) for name, *_ in report.signatures]
+    def _raise_layouts(self, common: Common) -> None:
+        names = [str(name) for name, *_ in common.signatures]
         names_by_rank = self._wire.gather_objects(names)
-        lines = enumerate(_texts(report.signatures))
+        lines = enumerate(_texts(common.signatures))
         tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
         what = "ranks differ in trainable parameters"
         key, values = _first_difference(tables, self._wire)

@@ -35,12 +35,11 @@ _ELSEWHERE = (
 class Kind(enum.IntEnum):
     """What the ranks do together. The values are part of the wire format.
 
-    LOCAL_STEP has no header. LOCAL_STEP_WITH_HEADER is another name of STEP, because with
-    `vote_every` above 1, which all ranks have or none, a step is local.
+    A STEP of several voters is a vote, or with `vote_every` above 1 a local step that begins with a
+    header. A LOCAL_STEP has none.
     """
 
     STEP = 1
-    LOCAL_STEP_WITH_HEADER = STEP
     SAVE = 2
     LOAD = 3
     REPLICATE = 4

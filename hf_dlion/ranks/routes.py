@@ -20,17 +20,30 @@ Both also send one bit per row, set if the rank votes on the row. A step's heade
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_dlion.core.codec import WORD
+from hf_dlion.core.context import StepContext
 from hf_dlion.core.rule import Rule
 from hf_dlion.core.votes import Planes, Verdict, Votes, packed_rows
 from hf_dlion.gpu import form
-from hf_dlion.options import Route
+from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
+
+# What is done with a message. Suspended whenever its data travel.
+Task = Generator[None, None, None]
+
+
+def in_lockstep(tasks: Sequence[Task]) -> None:
+    """Resumes every task until it is next suspended, in turns, until all have ended.
+
+    So all ranks begin the same collectives in one order, also those of two groups, as NCCL needs.
+    """
+    while tasks:
+        tasks = [task for task in tasks if next(task, task) is not task]
 
 
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
@@ -41,11 +54,11 @@ def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, plane
 
 
 def verdict_of(
-    votes: Votes, name: Route, voters: Wire, node: Wire | None, rule: Rule, phase: int
+    votes: Votes, rule: Rule, context: StepContext, ranks: Topology
 ) -> Generator[None, None, Verdict]:
     """Sends this rank's votes of a message and returns the verdict; every rank must do this.
 
-    It is suspended whenever data travel.
+    It is suspended whenever data travel, and counts the time since the last lap as encoding.
 
     If nodes vote, each of the L ranks of a node exchanges one L-th of the words:
 
@@ -55,10 +68,17 @@ def verdict_of(
     Bytes per rank to other nodes: those of the module for ceil(W / L) words and all R rows. Bytes
     per rank inside the node: 8 (L - 1) v ceil(W / L).
 
-    The votes must be equal on the ranks of a node, and `node` is None if every rank votes. "auto"
-    takes the route that sends fewer bytes, gather if both send the same.
+    The votes must be equal on the ranks of a node. "auto" takes the route that sends fewer bytes,
+    gather if both send the same.
     """
-    words = votes.planes.shape[1]
+    voters, node, stats, name = (
+        ranks.voters,
+        ranks.node,
+        ranks.voters.stats,
+        context.options.exchange,
+    )
+    words, device = votes.planes.shape[1], votes.planes.device
+    stats.lap("encode_s", device)
     if node is not None:
         share = _share(node.rank, -(-words // node.world_size), words)
         votes = Votes(votes.planes[:, share].contiguous(), votes.active, votes.rows.within(share))
@@ -67,12 +87,18 @@ def verdict_of(
         two_phase_words = (bits + rule.planes) * -(-sent // voters.world_size)
         name = "two_phase" if two_phase_words < bits * sent else "gather"
     route = _two_phase if name == "two_phase" else _gather
-    verdict = yield from route(votes, voters, rule, phase)
-    if node is None:
-        return verdict
-    # Each rank has one L-th of the verdict. All collectives between nodes end before those inside a
-    # node begin, because NCCL needs one order of two groups' collectives on every rank.
-    yield
+    verdict = yield from route(votes, voters, rule, context.phase)
+    if node is not None:
+        # All collectives between nodes end before those inside a node begin, because NCCL needs one
+        # order of two groups' collectives on every rank.
+        yield
+        verdict = yield from _gather_in_node(verdict, node, words)
+    stats.lap("exchange_s", device)
+    return verdict
+
+
+def _gather_in_node(verdict: Verdict, node: Wire, words: int) -> Generator[None, None, Verdict]:
+    """Gathers the verdict on all words, of which each rank of the node has one L-th."""
     device = verdict.planes[0].device
     planes = _padded(verdict.planes, -(-words // node.world_size)).to(node.device_for(device))
     received = planes.new_empty(node.world_size, *planes.shape)

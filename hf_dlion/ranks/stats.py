@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Words of a message that `agreement` and `remainder` look at.
+SAMPLE = 1024
+
 
 @dataclass
 class WireStats:

@@ -21,10 +21,10 @@ from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
 from hf_dlion.ranks.compare import checksums, compare_parameters, fingerprints
 from hf_dlion.ranks.header import Disagreement
-from hf_dlion.ranks.stats import WireStats
+from hf_dlion.ranks.routes import in_lockstep
+from hf_dlion.ranks.stats import SAMPLE, WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
-from hf_dlion.steps.every_step import SAMPLE, in_lockstep
 from hf_dlion.steps.means import set_means
 from hf_dlion.steps.quantized_mean import Mean, Scale, average_message
 

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from hf_dlion.core.context import StepContext
@@ -29,7 +28,7 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
 from hf_dlion.options import Groups, hyperparameters
-from hf_dlion.ranks.agreement import HISTORY, Agreed, Report, agree_in_node
+from hf_dlion.ranks.agreement import HISTORY, Report, agree_in_node
 from hf_dlion.ranks.header import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire, digest
@@ -98,7 +97,7 @@ class LocalSteps:
         if self.period.steps + 1 >= self.vote_every:
             return Kind.EXCHANGE
         # `step` notes that they have met, so a voter that is alone takes a plain step every time.
-        return Kind.LOCAL_STEP if layout is self._met else Kind.LOCAL_STEP_WITH_HEADER
+        return Kind.LOCAL_STEP if layout is self._met else Kind.STEP
 
     def forget_meeting(self) -> None:
         """Makes the next step begin with a header."""
@@ -143,15 +142,6 @@ class LocalSteps:
         if layout is not None and report.present:
             layout.abstain(finite, present)
 
-    def moved(self, report: Report, layout: Layout) -> list[bool]:
-        """Returns which tensors have a gradient, in an exchange one in the period."""
-        if report.kind is not Kind.EXCHANGE:
-            return report.present
-        return [
-            slot.grad is not None or (slot.local is not None and slot.local.used)
-            for slot in layout.slots
-        ]
-
     def equal_values(self, kind: Kind) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
         period = self.next_period if kind is Kind.EXCHANGE else self.period
@@ -161,15 +151,6 @@ class LocalSteps:
         """Returns what must have been equal in each step, by name."""
         period = self.next_period if kind is Kind.EXCHANGE else self.period
         return {HISTORY: period.history}
-
-    def moves_own_weights(self, kind: Kind, agreed: Agreed, ranks: Topology, steps: int) -> bool:
-        """Returns whether a step after so many others is local: if there are several voters.
-
-        Before the first step that is counted, a rank must have a finite gradient.
-        """
-        if ranks.voters.world_size == 1:
-            return False
-        return kind is not Kind.LOCAL_STEP_WITH_HEADER or any(agreed.gradient_counts) or steps > 0
 
     def step(self, layout: Layout, context: StepContext) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
@@ -230,30 +211,14 @@ class LocalSteps:
         """Puts the anchors into the model, and keeps this rank's weights."""
         for slot in layout.slots:
             if slot.local is not None:
-                own = slot.part.clone()
-                slot.local.leave(slot.part)
-                slot.local.own = own
+                slot.local.show(slot.part)
         self.shown = True
 
     def hide(self, layout: Layout) -> None:
         """Puts this rank's weights back, and moves them with what was written into the anchors."""
         for slot in layout.slots:
-            if (state := slot.local) is None or state.own is None:
-                continue
-            written, own, state.own = slot.part, state.own, None
-            same = written == state.anchor
-            same |= written.isnan() & state.anchor.isnan()  # A NaN differs from itself.
-            wide = torch.promote_types(written.dtype, torch.float32)
-            w = state.anchor.to(wide) - own
-            if state.compensation is not None:
-                w -= state.compensation
-            y = written.to(wide) - w
-            state.anchor.copy_(written)
-            moved = y.to(written.dtype)
-            if state.compensation is not None:
-                left = (y - moved).to(written.dtype)
-                state.compensation.copy_(torch.where(same, state.compensation, left))
-            slot.part.copy_(torch.where(same, own, moved))
+            if slot.local is not None:
+                slot.local.hide(slot.part)
         self.shown = False
 
 

@@ -17,10 +17,9 @@ from hf_dlion.core.rounding import SYNCHRONIZED
 from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.options import Options, Route
-from hf_dlion.ranks.routes import wire_bytes
+from hf_dlion.ranks.routes import in_lockstep, wire_bytes
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
-from hf_dlion.steps.every_step import in_lockstep
 from hf_dlion.steps.means import set_without_infs
 from hf_dlion.steps.quantized_mean import Mean, Scale, average_message
 

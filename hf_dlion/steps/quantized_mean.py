@@ -23,9 +23,8 @@ from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict, Votes
 from hf_dlion.ranks.compare import numbers
-from hf_dlion.ranks.routes import verdict_of
+from hf_dlion.ranks.routes import Task, verdict_of
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.steps.every_step import Task
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,8 @@ def average_message(
 
     Slots have magnitudes. Every voter must do this. It is suspended while data travel.
     """
-    stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
+    rule = Average(ranks.voters.world_size, scale.bits)
     votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
-    stats.lap("encode_s", message.device)
-    route, phase = context.options.exchange, context.phase
-    verdict = yield from verdict_of(votes, route, ranks.voters, ranks.node, rule, phase)
-    stats.lap("exchange_s", message.device)
+    verdict = yield from verdict_of(votes, rule, context, ranks)
     move(Mean(votes, verdict, rule, scale, context))
-    stats.lap("apply_s", message.device)
+    ranks.voters.stats.lap("apply_s", message.device)

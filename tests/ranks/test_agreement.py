@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.ranks import header
-from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report
+from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Common, Meetings, Report
 from hf_dlion.ranks.header import Disagreement, Kind, raise_together
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire
@@ -31,18 +31,19 @@ VALUES = [(name, torch.tensor(value)) for name, value in (("weight", 1.1), ("bia
 VALUES += [("frozen", torch.tensor(3.3))]
 
 
-def report(**changes: Any) -> Report:
+def report(**changes: Any) -> tuple[Report, Common, Any]:
     usual: dict[str, Any] = {
         "kind": Kind.STEP,
         "step": 0,
-        "equal": OPTIONS,
-        "layout": LAYOUT,
+        "values": OPTIONS,
+        "signatures": LAYOUT,
         "present": (True, True),
         "parameters": lambda: VALUES,
     }
     given = usual | changes
     parameters = given.pop("parameters")
-    return Report(signatures=given.pop("layout"), **given), parameters
+    common = Common(given.pop("step"), given.pop("values"), given.pop("signatures"))
+    return Report(**given), common, parameters
 
 
 def wire_of() -> Wire:
@@ -81,13 +82,13 @@ def test_differing_presence_adds_one_bit_per_parameter(
     wire = wire_of()
     meetings = Meetings(wire, 1)
     layout = [(f"p{number}",) for number in range(parameters)]
-    meetings.agree(*report(layout=layout, present=[True] * parameters))
+    meetings.agree(*report(signatures=layout, present=[True] * parameters))
     before = wire.stats.bytes_sent
     wanted = [
         [(number * 7 + other) % 3 > 0 for number in range(parameters)]
         for other in range(world_size)
     ]
-    assert meetings.agree(*report(layout=layout, present=wanted[rank])).present == wanted
+    assert meetings.agree(*report(signatures=layout, present=wanted[rank])).present == wanted
     words = 8 + -(-parameters // 64)
     assert wire.stats.bytes_sent - before == 8 * words * (world_size - 1)
 
@@ -97,31 +98,31 @@ def test_differing_presence_adds_one_bit_per_parameter(
 OTHER_LAYOUT = (LAYOUT[0], ("bias", (5,), torch.float32, (1,), None, "cpu"))
 DIFFERENCES = {
     "option": (
-        {"equal": OPTIONS | {"bits": 2}},
+        {"values": OPTIONS | {"bits": 2}},
         "ranks differ, first in 'bits': {others}: 1, rank 1: 2. Create the optimizer "
         "with the same options on every rank",
     ),
     "missing option": (
-        {"equal": {name: OPTIONS[name] for name in OPTIONS if name != "momentum_sync"}},
+        {"values": {name: OPTIONS[name] for name in OPTIONS if name != "momentum_sync"}},
         "first in 'momentum_sync': {others}: ['embed*'], rank 1: 'missing'",
     ),
     "rate": (
-        {"equal": OPTIONS | {"group 0 lr": 0.2}},
+        {"values": OPTIONS | {"group 0 lr": 0.2}},
         "first in 'group 0 lr': {others}: 0.1, rank 1: 0.2. Give groups the same values on every "
         "rank, and step a scheduler on all ranks together, ",
     ),
     "earlier rate": (
-        {"equal": OPTIONS | {HISTORY: 6}},
+        {"values": OPTIONS | {HISTORY: 6}},
         "ranks differ in lr, betas, or weight decay of a step since the last exchange, not in "
         "those of now. Give groups the same values on every rank",
     ),
     "frozen": (
-        {"equal": OPTIONS | {FROZEN: [*OPTIONS[FROZEN], "late"]}},
+        {"values": OPTIONS | {FROZEN: [*OPTIONS[FROZEN], "late"]}},
         "first in 'frozen parameters': {others}: [], rank 1: ['late']. Freeze and unfreeze the "
         "same parameters on every rank, ",
     ),
     "kind of number": (
-        {"equal": OPTIONS | {"group 0 weight_decay": 0}},
+        {"values": OPTIONS | {"group 0 weight_decay": 0}},
         "first in 'group 0 weight_decay': {others}: 0.0, rank 1: 0",
     ),
     "step": (
@@ -130,19 +131,19 @@ DIFFERENCES = {
         "every rank, and load the same checkpoint on all ranks",
     ),
     "layout": (
-        {"layout": OTHER_LAYOUT},
+        {"signatures": OTHER_LAYOUT},
         "ranks differ in trainable parameters, first in 'parameter 1': {others}: 'bias (4,) "
         "torch.float32 (1,) None cpu', rank 1: 'bias (5,) torch.float32 (1,) None cpu'. Load "
         "them with the same shapes and dtypes",
     ),
     "order": (
-        {"layout": LAYOUT[::-1]},
+        {"signatures": LAYOUT[::-1]},
         "ranks have the same trainable parameters in different orders, first in 'parameter 0': "
         "{others}: 'weight (4, 3) torch.float32 (3, 1) None cpu', rank 1: 'bias (4,) torch.float32 "
         "(1,) None cpu'. Pass the parameters in the same order on every rank, not as a set",
     ),
     "number of parameters": (
-        {"layout": LAYOUT[:1], "present": (True,)},
+        {"signatures": LAYOUT[:1], "present": (True,)},
         "first in 'parameter 1': {others}: 'bias (4,) torch.float32 (1,) None cpu', rank 1: "
         "'missing'. Freeze and unfreeze the same parameters on every rank, ",
     ),
@@ -190,7 +191,7 @@ def test_a_difference_is_one_error_on_all_ranks(
 @on_ranks(2)
 def test_a_new_layout_compares_values_again(rank: int) -> None:
     meetings = Meetings(wire_of(), 1)
-    meetings.agree(*report(layout=LAYOUT[:1], present=(True,)))
+    meetings.agree(*report(signatures=LAYOUT[:1], present=(True,)))
     changed = [("weight", torch.tensor(1.0)), ("bias", torch.tensor(2.0 + rank))]
     with pytest.raises(Disagreement, match=r"first in 'bias': rank 1 from rank 0 \(no majority\)"):
         meetings.agree(*report(step=1, parameters=lambda: changed))
@@ -267,7 +268,7 @@ def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind
     meetings = Meetings(wire_of(), 1)
     meetings.agree(*report())
     if rank == 1:
-        said = report(kind=Kind.SAVE, failure=failure, equal={}, layout=[], present=[])
+        said = report(kind=Kind.SAVE, failure=failure, values={}, signatures=[], present=[])
         with pytest.raises(type(failure)) as caught:
             meetings.agree(*said)
         assert caught.value is failure
@@ -285,7 +286,7 @@ BROKEN = {
         "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too",
     ),
     "options": (
-        {"equal": {"x": {(1,): 2}}},
+        {"values": {"x": {(1,): 2}}},
         TypeError,
         "step failed on 1 of 2 ranks: rank 1: TypeError: keys must be",
     ),
