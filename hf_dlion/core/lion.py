@@ -6,8 +6,8 @@ Lion is Chen et al. 2023, arXiv 2302.06675, Algorithm 2. A rank sends sign(u), o
     m = beta2 * m + (1 - beta2) * g
     p = p * (1 - lr * weight_decay) - lr * v          v = sign(u) for one rank alone
 
-`gpu.form` chooses between these functions and kernels, which have the same bits. Nothing else moves
-weights, but anchors are put into the model and out of it: `LocalSteps.show`, `LocalState.leave`.
+`gpu.form` chooses between these functions and those of `gpu/kernels.py`, which have the same bits.
+Nothing else moves weights, but `LocalState` puts anchors into the model and out of it.
 """
 
 from __future__ import annotations

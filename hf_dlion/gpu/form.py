@@ -2,6 +2,7 @@
 
 On a GPU, kernels do the work of a step that they cover. Everything else, and every other device,
 takes torch operations, which have the same bits. So ranks with different forms can train together.
+On a CPU, `core.codec` packs bits by NumPy, which is faster there.
 This module chooses for each message what both forms can do. Votes of several bits are encoded by
 torch operations in any case, and means are averaged by them: displacements, momenta, and gradients
 of `full_precision`.
