@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import re
@@ -337,14 +336,9 @@ def test_questions_of_a_script_have_right_answers_and_held_out_ones_are_never_tr
     for question, answer in (train | held_out).items():
         numbers = list(map(int, re.findall(r"\d+", question)))
         first, *_, last = numbers
-        kind = next(word for word in ("plus", "times", "Sort", "date") if word in question)
-        if kind == "date":
-            day = datetime.datetime.strptime(question.split("after ")[1], "%d %B %Y?")
-            right = (day + datetime.timedelta(days=first)).date().isoformat()
-        else:
-            values = {"plus": first + last, "times": first * last, "Sort": sorted(numbers)}
-            right = str(values[kind]).strip("[]")
-        assert answer == right
+        right = {"plus": [first + last], "times": [first * last], "Sort": sorted(numbers)}
+        kind = next(word for word in right if word in question)
+        assert answer == " ".join(map(str, right[kind]))
     batch = task._batch_of([task._held_out()[0]])
     assert task._tokenizer.decode(batch["input_ids"][0]) == "{}\n{}<|im_end|>".format(
         *next(iter(held_out.items()))
@@ -352,17 +346,19 @@ def test_questions_of_a_script_have_right_answers_and_held_out_ones_are_never_tr
     assert simulate(task.setting.replace(batch=2))["details"].keys() == {"exact", *KINDS}
 
     class Knowing(nn.Module):
-        """Gives each row's next tokens, but errs in the last of every fourth row."""
+        """Gives each row's next tokens, but errs in the last of every third row."""
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
             logits = nn.functional.one_hot(input_ids.roll(-1, dims=1), 300).float()
             last = attention_mask.sum(dim=1) - 2  # It predicts the end.
-            logits[torch.arange(0, len(last), 4), last[::4]] = 0.0
+            third = torch.arange(-rows_before[0] % 3, len(last), 3)
+            logits[third, last[third]] = 0.0
+            rows_before[0] += len(last)
             return SimpleNamespace(logits=logits)
 
-    assert task.details(Knowing()) == {
-        "exact": 0.75, "sum": 0.0, "product": 1.0, "order": 1.0, "date": 1.0
-    }  # fmt: skip
+    rows_before = [0]
+    sums_are_wrong = {"exact": pytest.approx(2 / 3), "sum": 0.0, "product": 1.0, "order": 1.0}
+    assert task.details(Knowing()) == sums_are_wrong
 
 
 def test_without_the_weights_it_says_what_to_install(
