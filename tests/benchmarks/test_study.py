@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence import loss_by_bytes
+from benchmarks.convergence import divergences, loss_by_bytes
 from benchmarks.convergence.answers import KINDS, Answers
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
@@ -140,6 +140,27 @@ def test_a_figure_of_bytes_has_each_methods_best_setting(tmp_path: Path, capsys:
     assert "no record of adamw with 3 ranks" in refused(
         loss_by_bytes.main, [*words, "x.png", "--workers", "3"], capsys
     )
+
+
+def test_a_figure_of_divergences_averages_each_kind_of_tensor(tmp_path: Path, capsys: Any) -> None:
+    layer, norm = "model.layers.0.self_attn.{}_proj.weight", "model.layers.0.input_layernorm.weight"
+    found = {layer.format("q"): 0.5, layer.format("k"): 0.3, norm: 0.1, "model.norm.weight": 0.3}
+    record = {
+        "divergences": [[10, {**found, "head": 0.6}]],
+        "setting": {"workers": 2, "method": "majority:momentum_sync=auto"},
+    }
+    lines = divergences.by_kind(record)
+    assert lines == {
+        "queries and keys": [(10, pytest.approx(0.4))],
+        "norms": [(10, pytest.approx(0.2))],
+        "others": [(10, 0.6)],
+    }
+    file, picture = tmp_path / "runs.jsonl", tmp_path / "figure.png"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (record, {"divergences": []})))
+    assert divergences.main([str(file), "--out", str(picture)]) == 0
+    assert picture.exists()
+    file.write_text("{}\n")
+    assert "has no run with momentum_sync" in refused(divergences.main, [str(file)], capsys)
 
 
 def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_path: Path) -> None:
