@@ -1,9 +1,15 @@
 """A header: every rank sends eight int64 words, and then all ranks continue, or all raise.
 
-word   0        1     2, 3                   4                       5, 6, 7
-version  kind  of the caller  finite, failed, abstained    of the caller
+word   all headers                  those of `Meetings.agree`
+0      version of the wire format
+1      kind: what the ranks do
+2, 3   the caller's                 number of the optimizer, and of its last step
+4      finite, failed, abstained
+5-7    the caller's                 hashes of options and the like, signatures, and presence
 
-What fails on a rank waits for its next header (`peers.all_or_none`), which raises on all ranks.
+A step begins with one (`DistributedLion.step`), as an exchange, a save, and a load; a local step
+has none. What fails on a rank waits for its next header (`peers.all_or_none`), which raises on all
+ranks.
 """
 
 from __future__ import annotations
