@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -212,11 +213,10 @@ def test_momenta_of_a_file_with_own_weights_are_read_with_a_warning(
     run = Run(rank, steps=6, vote_every=3)
     run.save(tmp_path)
     path = file_of(tmp_path, rank, 2)
-    header = json.loads(metadata_of(path)[HEADER])
     period = {"steps": 2, "decays": [1.0], "paths": [0.02], "history": 5}
-    header["local"] = {"anchors": {"0": 7}, "bits": 1, "exchanges": 2, "period": period}
+    local = {"anchors": {"0": 7}, "bits": 1, "exchanges": 2, "period": period}
     weights = {f"own.{k}": p for k, p in enumerate(run.weights)}
-    rewrite(path, lambda own: own.update(weights), **{HEADER: json.dumps(header)})
+    rewrite(path, tensors=weights, local=local)
     resumed = Run(rank, model_of(1), vote_every=3)
     with warned() as texts:
         resumed.load(tmp_path)
@@ -537,70 +537,97 @@ def disk_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def on_a_full_disk(call: Callable[..., Any], optimizer: DistributedLion, folder: Path) -> None:
-    with disk_of(100):
+Call = Callable[..., Any]
+
+
+def interrupted(call: Call, optimizer: DistributedLion, folder: Path) -> None:
+    # A save has written its temporary file by then.
+    where = (os, "fsync") if call is save_momentum else (momentum_file, "safe_open")
+    with mock.patch.object(*where, side_effect=KeyboardInterrupt("stop")):
         call(optimizer, folder)
 
 
-def interrupted(call: Callable[..., Any], optimizer: DistributedLion, folder: Path) -> None:
-    access = "save_file" if call is save_momentum else "safe_open"
-    with mock.patch.object(momentum_file, access, side_effect=KeyboardInterrupt("stop")):
-        call(optimizer, folder)
+def without_its_file(call: Call, optimizer: DistributedLion, folder: Path) -> None:
+    file_of(folder, 1, 2).unlink()
+    call(optimizer, folder)
 
 
-# What rank 1 does while rank 0 calls `save_momentum` or `load_momentum`, by the name of a case.
-INSTEAD: dict[str, Callable[[Callable[..., Any], DistributedLion, Path], Any]] = {
-    "full disk": on_a_full_disk,
-    "interrupt": interrupted,
-    "failed before": lambda call, optimizer, folder: call(
-        optimizer, folder, failure=OSError("no model")
+def with_another_saves_file(call: Call, optimizer: DistributedLion, folder: Path) -> None:
+    file_of(f"{folder}1", 1, 2).replace(file_of(folder, 1, 2))
+    call(optimizer, folder)
+
+
+FILE = r".*/new/dlion_momentum_1_of_2\.safetensors"
+# What rank 1 does while rank 0 saves or loads, and the pattern of the error; `named` names rank 1
+# on rank 0.
+EITHER: dict[str, tuple[Call, str]] = {
+    "interrupted": (interrupted, "^{named}KeyboardInterrupt: stop$"),
+    "failed before": (
+        lambda call, *where: call(*where, failure=OSError("no model")),
+        "^{named}OSError: no model$",
     ),
-    "other folders": lambda call, optimizer, folder: call(optimizer, f"{folder}1"),
-    "alone": lambda call, optimizer, folder: optimizer.step(),
+    "other folders": (
+        lambda call, optimizer, folder: call(optimizer, f"{folder}1"),
+        r"^CheckpointError: .* \(rank 0: '.*/new', rank 1: '.*/new1'\): pass the same path",
+    ),
+    "alone": (
+        lambda call, optimizer, folder: optimizer.step(),
+        "^Disagreement: rank 1 steps while rank 0 (saves|loads): .* let every rank take the same",
+    ),
+}
+LOADS = EITHER | {
+    "missing file": (
+        without_its_file,
+        f"^{{named}}CheckpointError: {FILE}, the momentum of rank 1, is missing: load an older",
+    ),
+    "file of another save": (
+        with_another_saves_file,
+        rf"different saves \(rank 0: .*/new/.*; rank 1: {FILE} of save .*\): load an older",
+    ),
 }
 
 
-def attempt(
-    case: str, rank: int, call: Callable[..., Any], optimizer: DistributedLion, folder: Path
-) -> str:
-    """Returns the error of `call` on this rank, or of what rank 1 does instead."""
-    if rank == 1 and case in INSTEAD:
-        return error_of(INSTEAD[case], call, optimizer, folder)
-    return error_of(call, optimizer, folder)
+def check_error(
+    case: tuple[Call, str], rank: int, call: Call, optimizer: DistributedLion, folder: Path
+) -> None:
+    instead, pattern = case
+    error = error_of(partial(instead, call) if rank == 1 else call, optimizer, folder)
+    named = r"Disagreement: \w+ failed on 1 of 2 ranks: rank 1: " if rank == 0 else ""
+    assert re.search(pattern.format(named=named), error), error
 
 
-FILE = r"dlion_momentum_1_of_2\.safetensors"
-# Patterns of the two ranks' errors.
-SAVES = {
-    "full disk": (
-        rf"Disagreement.*rank 1: CheckpointError: .*rank 1 cannot write .*/new/{FILE}",
-        rf"^CheckpointError: .*/new/{FILE}.* Free space",
-    ),
-    "interrupt": ("Disagreement.*rank 1: KeyboardInterrupt: stop", "^KeyboardInterrupt: stop"),
-    "failed before": ("Disagreement.*rank 1: OSError: no model", "^OSError: no model"),
-    "other folders": (r"rank 0: '.*/new', rank 1: '.*/new1'", "pass the same path"),
-    "alone": ("rank 1 steps while rank 0 saves", "let every rank take the same number"),
-}
-# Rank 0 has written its file, where rank 1 fails while it writes.
-WRITES = ("full disk", "interrupt")
-
-
-@pytest.mark.parametrize("case", SAVES)
+@pytest.mark.parametrize("case", EITHER)
 @on_ranks(2)
 def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, tmp_path: Path, case: str) -> None:
     run = Run(rank, steps=2)
     run.save(tmp_path / "old")
     run.train(2)
     kept = run.momenta
-    error = attempt(case, rank, save_momentum, run.lion, tmp_path / "new")
-    assert re.search(SAVES[case][rank], error), error
+    check_error(EITHER[case], rank, save_momentum, run.lion, tmp_path / "new")
     assert same(kept, run.momenta)
     dist.barrier()
+    # Rank 0 has written its file if rank 1 fails while it writes.
     files = [path.name for path in tmp_path.glob("new/*")]
-    assert files == [file_of("", 0, 2).name] * (case in WRITES)
+    assert files == [file_of("", 0, 2).name] * (case == "interrupted")
     # The older checkpoint still loads, and the next save is complete.
     run.load(tmp_path / "old")
     save_momentum(run.lion, tmp_path / "again")
+
+
+@pytest.mark.parametrize("case", LOADS)
+@on_ranks(2)
+def test_a_load_that_fails_on_one_rank_fails_on_all(rank: int, tmp_path: Path, case: str) -> None:
+    run = Run(rank, steps=2)
+    run.save(tmp_path / "new")
+    run.save(tmp_path / "new1")
+    run.train(1)
+    run.save(tmp_path / "later")
+    run.load_common(tmp_path / "new")
+    kept = [*run.momenta, *run.weights]
+    check_error(LOADS[case], rank, load_momentum, run.lion, tmp_path / "new")
+    assert same(kept, [*run.momenta, *run.weights])
+    # All ranks continue together.
+    run.load(tmp_path / "later")
 
 
 def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:
@@ -631,109 +658,73 @@ def metadata_of(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], Any], **metadata: str) -> None:
-    tensors, kept = load_file(path), metadata_of(path)
-    change(tensors)
-    save_file(tensors, path, {**kept, **metadata})
+HEADER = "hf_dlion momentum 6"
+
+
+def rewrite(path: Path, *, tensors: dict[str, Tensor] | None = None, **fields: Any) -> None:
+    """Changes tensors of a file, and fields of its header."""
+    header = json.loads(metadata_of(path)[HEADER]) | fields
+    save_file(load_file(path) | (tensors or {}), path, {HEADER: json.dumps(header)})
 
 
 class Planted:
-    """Creates a file if it is unpickled."""
+    """Fails the test that unpickles it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
-        return Path.touch, (self.path,)
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return pytest.fail, ("unpickled",)
 
 
-def put(key: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
-    tensor = torch.zeros(shape, dtype=dtype)
-    return lambda path: rewrite(path, lambda own: own.update({key: tensor}))
-
-
-def rename(old: str, new: str) -> Callable[[Path], None]:
-    return lambda path: rewrite(path, lambda own: own.update({new: own.pop(old)}))
-
-
-def copy(folder: str, rank: int) -> Callable[[Path], Any]:
-    return lambda path: path.write_bytes(file_of(path.parents[1] / folder, rank, 2).read_bytes())
-
-
-def each(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    return lambda path: [change(file_of(path.parent, rank, 2)) for rank in range(2)]
-
-
-def plant(path: Path) -> None:
-    header = json.loads(metadata_of(path)[HEADER])
-    header["local"]["exchanges"] = "x"
-    rewrite(path, lambda own: None, **{HEADER: json.dumps(header)})
-
-
-HEADER = "hf_dlion momentum 6"
-DAMAGED = rf"{FILE} is damaged .*: load an older checkpoint"
-FOREIGN = rf"{FILE} is not a momentum file that this hf_dlion can read"
-MOMENTUM = rf"{FILE} holds a momentum of"
-# What happens to rank 1's file, and the pattern of the error.
-DAMAGES: dict[str, tuple[Callable[[Path], Any] | None, str]] = {
-    "missing": (Path.unlink, rf"{FILE}, the momentum of rank 1, is missing: load an older"),
+DAMAGED = "is damaged .*: load an older checkpoint"
+FOREIGN = "is not a momentum file that this hf_dlion can read"
+OF_MODEL = "it was saved with another model"
+# What happens to a file, and what the error says of it.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-5]), DAMAGED),
-    "empty": (lambda path: path.write_bytes(b""), DAMAGED),
-    "pickle": (lambda p: p.write_bytes(pickle.dumps(Planted(p.parent / "unpickled"))), DAMAGED),
-    "shape": (put("1", 11), rf"{MOMENTUM} \(11,\) torch.float32 for parameter 1, which"),
-    "dtype": (put("1", 10, dtype=torch.int64), rf"{MOMENTUM} \(10,\) torch.int64 for parameter 1"),
-    "key": (rename("1", "9"), rf"{FILE} holds momenta .*'9', 'age.0'\], but .* has 4 param"),
-    "own planted": (plant, rf"{FOREIGN} \(ValueError"),
-    "foreign": (lambda path: save_file({"1": torch.zeros(10)}, path), rf"{FOREIGN} .*: load an"),
-    "header": (
-        lambda path: rewrite(path, lambda own: None, **{HEADER: '{"rank": "x"}'}),
-        rf"{FOREIGN} .*: load an",
+    "pickle": (lambda path: path.write_bytes(pickle.dumps(Planted())), DAMAGED),
+    "foreign": (lambda path: save_file({}, path), f"{FOREIGN} .*: load an older checkpoint"),
+    "unknown field": (partial(rewrite, new=1), rf"{FOREIGN} \(TypeError"),
+    "bad field": (partial(rewrite, local={"exchanges": "x"}), rf"{FOREIGN} \(ValueError"),
+    "renamed": (partial(rewrite, rank=3), "holds the momentum of rank 3 of 1: restore the file's"),
+    "step": (
+        partial(rewrite, step=3),
+        "was saved after step 3, but the .* step 2. First load the optimizer's",
     ),
-    "renamed": (copy("new", 0), rf"{FILE} holds the momentum of rank 0 of 2: restore"),
-    "other run": (copy("new1", 1), rf"rank 0: .*/new/.*; rank 1: .*/new/{FILE} of save .*: load"),
-    "other step": (
-        copy("later", 1),
-        rf"{FILE} was saved after step 3, but the .* step 2. First load the optimizer's",
+    "shape": (
+        partial(rewrite, tensors={"1": torch.zeros(11)}),
+        rf"holds a momentum of \(11,\) torch.float32 for parameter 1, .*: {OF_MODEL}",
     ),
-    "none": (
-        each(Path.unlink),
-        r"_[01]_of_2\.safetensors: momenta were not saved\. Call hf_dlion.save_mom",
+    "dtype": (
+        partial(rewrite, tensors={"1": torch.zeros(10, dtype=torch.int64)}),
+        rf"holds a momentum of \(10,\) torch.int64 for parameter 1, .*: {OF_MODEL}",
     ),
-    "no folder": (lambda p: p.parent.rename(p.parents[1] / "moved"), "no folder .*/new: check the"),
-    # What fails is in `INSTEAD`.
-    "other folders": (None, r"rank 0: '.*/new', rank 1: '.*/new1'\): pass the same path"),
-    "failed before": (None, "OSError: no model"),
-    "alone": (None, "rank 1 steps while rank 0 loads"),
-    "interrupt": (None, "KeyboardInterrupt: stop"),
+    "key": (
+        partial(rewrite, tensors={"9": torch.zeros(10)}),
+        rf"holds momenta .*'9', 'age.0'\], but the optimizer has 4 parameters: {OF_MODEL}",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", DAMAGES)
-@on_ranks(2)
-def test_a_failing_load_changes_nothing_and_fails_on_all(
-    rank: int, tmp_path: Path, case: str
-) -> None:
-    damage, pattern = DAMAGES[case]
-    run = Run(rank, steps=2, vote_every=3 if case.startswith("own") else 1)
-    run.save(tmp_path / "new")
-    run.save(tmp_path / "new1")
-    run.train(1)
-    run.save(tmp_path / "later")
-    run.load_common(tmp_path / "new")
-    kept = [*run.momenta, *run.weights]
-    dist.barrier()
-    if rank == 1 and damage is not None:
-        damage(file_of(tmp_path / "new", 1, 2))
-    dist.barrier()
-    error = attempt(case, rank, load_momentum, run.lion, tmp_path / "new")
-    assert re.search(pattern, error), error
-    everywhere = ("other run", "none", "no folder", "other folders", "alone")
-    assert rank == 1 or case in everywhere or "rank 1: " in error
-    assert same(kept, [*run.momenta, *run.weights])
-    assert not run.lion.params.local_states
-    assert not (tmp_path / "new" / "unpickled").exists()
-    # All ranks continue together.
-    run.load(tmp_path / "later")
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path, what: str) -> None:
+    damage, said = DAMAGES[what]
+    run = Run(0, steps=2)
+    save_momentum(run.lion, tmp_path)
+    run.lion.state[run.model[0].weight]["exp_avg"] += 1
+    kept = run.momenta
+    damage(path := file_of(tmp_path, 0, 1))
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))} {said}"):
+        load_momentum(run.lion, tmp_path)
+    assert same(kept, run.momenta)
+
+
+def test_a_folder_without_momenta_is_refused(tmp_path: Path) -> None:
+    lion, name = Run(0).lion, file_of("", 0, 1)
+    for folder, text in (
+        (tmp_path / "new", f"there is no folder {tmp_path}/new: check the path"),
+        (tmp_path, f"{name}: momenta were not saved. Call hf_dlion.save_momentum on every rank"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            load_momentum(lion, folder)
 
 
 def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:
