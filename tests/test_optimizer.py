@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -23,12 +21,10 @@ from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import backward, copies, plain, single, take_step
-from tests.support.training import batch, error_of, same
+from tests.support.steps import plain, single, take_step
+from tests.support.training import batch, error_of
 
 pytestmark = pytest.mark.multiproc
-
-Change = Callable[[nn.Linear, DistributedLion], Any]
 
 
 def equal_the_definition(
@@ -171,97 +167,6 @@ def test_one_rank_is_lion() -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
-def set_lr(lr: float | None) -> Change:
-    return lambda model, optimizer: optimizer.param_groups[0].update(lr=lr)
-
-
-def give_wrong_state(model: nn.Linear, optimizer: DistributedLion) -> None:
-    optimizer.state[model.weight]["exp_avg"] = torch.zeros(64, 3)
-
-
-# What the last rank changes between two steps, the error of the others, and its own, if another.
-LATER: dict[str, tuple[Change, str, str]] = {
-    "lr": (set_lr(0.2), "first in 'group 0 lr': rank 0: 0.1, rank 1: 0.2", ""),
-    "no lr": (
-        set_lr(None),
-        "step failed on 1 of 2 ranks: rank 1: TypeError: float() argument",
-        "TypeError: float() argument",
-    ),
-    "lr of nan": (
-        set_lr(math.nan),
-        "rank 1: ValueError: lr of group 0 must be finite and at least 0 (got nan)",
-        "ValueError: lr of group 0 must",
-    ),
-    "beta2 of 1": (
-        lambda _, optimizer: optimizer.param_groups[0].update(betas=(0.9, 1.0)),
-        "rank 1: ValueError: betas of group 0 must be at least 0 and below 1 (got [0.9, 1.0])",
-        "ValueError: betas of group 0 must",
-    ),
-    "frozen": (
-        lambda model, _: model.bias.requires_grad_(False),
-        "trainable parameters, first in 'parameter 1'",
-        "",
-    ),
-    "state": (
-        give_wrong_state,
-        "rank 1: RuntimeError: a momentum of shape (64, 3)",
-        "RuntimeError: a momentum of shape (64, 3)",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", ["lr of nan", "beta2 of 1"])
-def test_what_a_schedule_must_not_set_is_refused_on_one_rank_alone(what: str) -> None:
-    change, _, own = LATER[what]
-    model, optimizer = plain(nn.Linear(64, 3), lr=0.1)
-    take_step(optimizer, model, torch.ones(2, 64))
-    change(model, optimizer)
-    with pytest.raises(ValueError, match=own.removeprefix("ValueError: ")):
-        take_step(optimizer, model, torch.ones(2, 64))
-    assert optimizer.steps == 1
-
-
-@pytest.mark.parametrize("what", LATER)
-@on_ranks(2)
-def test_ranks_that_differ_raise_together_before_anything_moves(rank: int, what: str) -> None:
-    change, text, own = LATER[what]
-    model, optimizer = plain(nn.Linear(64, 3), lr=0.1)
-    take_step(optimizer, model, torch.ones(2, 64))
-    before = copies(model.parameters())
-    if rank == 1:
-        change(model, optimizer)
-    said = error_of(optimizer.step)
-    assert same(before, list(model.parameters()))
-    assert said.startswith(own) if rank and own else text in said
-
-
-@pytest.mark.parametrize(
-    ("apart", "text"),  # What ranks 0 and 1 begin with, and the error of both.
-    [
-        ({"option": [("ties", "alternate"), ("ties", "zero")]}, "in 'ties': rank 0: 'alternate'"),
-        ({"option": [("vote_every", 4), ("vote_every", 8)]}, "in 'vote_every': rank 0: '4'"),
-        ({"seed": [0, 1]}, "replicas differ in 2 of 2 parameters, first in 'weight'"),
-        ({"prefix": ["", "other."]}, "first in 'parameter 0': rank 0: 'weight (3, 64)"),
-    ],
-    ids=["options", "vote_every", "values", "names"],
-)
-@on_ranks(2)
-def test_ranks_that_begin_differently_raise_together(
-    rank: int, apart: dict[str, list[Any]], text: str
-) -> None:
-    own = {name: values[rank] for name, values in apart.items()}
-    torch.manual_seed(own.get("seed", 0))
-    model = nn.Linear(64, 3)
-    named = [(own.get("prefix", "") + name, param) for name, param in model.named_parameters()]
-    option, value = own.get("option", ("lr", 0.1))
-    optimizer = DistributedLion(named, **{option: value})
-    backward(model, torch.ones(2, 64))
-    before = copies(model.parameters())
-    with pytest.raises(Disagreement, match=re.escape(text)):
-        optimizer.step()
-    assert same(before, list(model.parameters()))
-
-
 @on_ranks(2)
 def test_a_forward_that_changes_weights_is_named(rank: int) -> None:
     """Shortens the row that the rank reads."""
@@ -270,17 +175,6 @@ def test_a_forward_that_changes_weights_is_named(rank: int) -> None:
     text = r"first in 'weight': rank 1 from rank 0 \(no majority\)\. Replicas must start equal"
     with pytest.raises(Disagreement, match=rf"{text}.*set max_norm=None in nn\.Embedding"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_ranks_that_step_different_optimizers_raise_together(rank: int) -> None:
-    model = nn.Linear(64, 3)
-    optimizers = [DistributedLion(model.named_parameters(), lr=0.1) for _ in range(2)]
-    model(torch.ones(2, 64)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    with pytest.raises(Disagreement, match="different optimizers"):
-        optimizers[rank].step()
 
 
 @on_ranks(2)

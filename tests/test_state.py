@@ -118,17 +118,6 @@ def test_a_load_of_its_own_state_keeps_what_only_this_rank_has(rank: int, every:
         assert same(*(list(model.parameters()) for model, _ in (loaded, straight))), step
 
 
-@on_ranks(2)
-def test_a_load_on_one_rank_only_does_not_hang(rank: int) -> None:
-    model, optimizer = plain(full_precision="*bias")
-    take_step(optimizer, model, batch(0, rank))
-    if rank == 1:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    text = "first in 'calls of load_state_dict': rank 0: 0, rank 1: 1"
-    with pytest.raises(Disagreement, match=text):
-        optimizer.step()
-
-
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:
     model, optimizer = plain(ties="zero")
     take_step(optimizer, model, batch(0, 0))
@@ -294,10 +283,3 @@ def test_copies_of_two_optimizers_share_a_wrapper(rank: int) -> None:
     for optimizer in copied[1:]:
         optimizer.step()
         optimizer.detach()
-
-
-@on_ranks(2)
-def test_a_rank_without_parameters_is_named(rank: int) -> None:
-    optimizer = DistributedLion([{"params": [filled(1.0)] if rank else []}])
-    with pytest.raises(Disagreement, match="first in 'group 0 parameters': rank 0: 0, rank 1: 1"):
-        optimizer.step()

@@ -64,6 +64,7 @@ CHANGES: list[tuple[int, dict[int, Change], str]] = [
     (3, {1: flip("embed"), 2: flip("half")}, "2 of 4 parameters, first in 'embed': ranks 1 and 2"),
     (2, {1: lambda own: own["embed"].resize_(64, 5)}, "1 of 4 parameters, first in 'embed': rank"),
     (2, {1: lambda own: own.pop("empty")}, "1 of 4 parameters, first in 'empty': rank 1 from rank"),
+    (2, {1: lambda own: own.update(void=own.pop("empty"))}, "1 of 4 parameters, first in 'empty'"),
 ]
 
 

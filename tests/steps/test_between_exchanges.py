@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,100 +38,6 @@ from tests.support.training import (
     same,
     warned,
 )
-
-Change = Callable[[nn.Linear, DistributedLion], Any]
-
-
-def on_last(change: Change) -> Change:
-    return lambda model, optimizer: change(model, optimizer) if dist.get_rank() == 1 else None
-
-
-def replace(model: nn.Linear, _: DistributedLion) -> None:
-    model.load_state_dict({name: p + 1 for name, p in model.state_dict().items()})
-
-
-def thaw_and_replace(model: nn.Linear, optimizer: DistributedLion) -> None:
-    model.bias.requires_grad_(True)
-    on_last(replace)(model, optimizer)
-
-
-@torch.no_grad()
-def shrink(model: nn.Linear, _: DistributedLion) -> None:
-    model.weight.clamp_(max=0.0)
-
-
-def give_nan(model: nn.Linear, optimizer: DistributedLion) -> None:
-    def spoil(*_: Any) -> None:
-        model.weight.grad.fill_(torch.nan)
-
-    optimizer.register_step_pre_hook(spoil)
-
-
-def look(model: nn.Linear, optimizer: DistributedLion) -> None:
-    model.look = optimizer.common_weights()
-    model.look.__enter__()
-
-
-F32, BF16 = torch.float32, torch.bfloat16
-REPLACED = "7 Disagreement: the weights of 'weight' on rank 1 are farther from"
-# The dtype, what changes before which step, and with their steps the error of rank 1 and, if it is
-# another, that of rank 0.
-CHANGES: dict[str, tuple[torch.dtype, int, Change, str, str]] = {
-    "lr": (
-        F32, 1, on_last(lambda _, optimizer: optimizer.param_groups[0].update(lr=0.02)),
-        "3 Disagreement: ranks differ in lr, betas, or weight decay of a step since the last "
-        "exchange, not in those of now. Give groups the same values",
-        "",
-    ),
-    "NaN": (
-        F32, 0, on_last(give_nan),
-        "3 RuntimeError: gradients of rank 1 held a NaN or an Inf",
-        "3 Disagreement: exchange failed",
-    ),
-    "replaced": (F32, 5, on_last(replace), REPLACED, ""),
-    "replaced in 16 bits": (BF16, 5, on_last(replace), REPLACED, ""),
-    "replaced on all ranks": (BF16, 5, replace, REPLACED.replace("rank 1", "ranks 0 and 1"), ""),
-    "pruned": (BF16, 7, on_last(shrink), REPLACED, ""),
-    "replaced when a layout is new": (
-        BF16, 5, thaw_and_replace,
-        "5 Disagreement: replicas differ in 1 of 2 parameters, first in 'bias'", "",
-    ),
-    "common weights": (
-        F32, 3, on_last(look),
-        "3 RuntimeError: step() in `with optimizer.common_weights():`",
-        "3 Disagreement: exchange failed",
-    ),
-    "closure": (
-        F32, 3, on_last(lambda _, optimizer: optimizer.step(lambda: 1 / 0)),
-        "3 ZeroDivisionError: division by zero",
-        "3 Disagreement: exchange failed on 1",
-    ),
-    "exchange_now": (
-        F32, 2, on_last(lambda _, optimizer: optimizer.exchange_now()),
-        "2 Disagreement: ranks are at different steps",
-        "3 Disagreement: ranks are at",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", CHANGES)
-@on_ranks(2)
-def test_all_ranks_raise_if_something_is_wrong_on_one(rank: int, what: str) -> None:
-    """Steps with vote_every=4 until something raises."""
-    dtype, when, change, own, others = CHANGES[what]
-    model, optimizer = plain(nn.Linear(64, 3, dtype=dtype), vote_every=4, max_abstained_steps=2)
-    model.bias.requires_grad_(False)
-
-    def step(number: int) -> None:
-        give_gradients(model.parameters(), rank, number)
-        optimizer.param_groups[0]["lr"] = 0.01
-        if number == when:
-            change(model, optimizer)
-        optimizer.step()
-
-    said = (f"{number} {error}" for number in range(12) if (error := error_of(step, number)))
-    first = next(said)
-    assert first.startswith(own if rank == 1 else others or own), first
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -90,3 +91,12 @@ def error_of(call: Callable[..., Any], *args: Any) -> str:
     except BaseException as error:  # KeyboardInterrupt is passed on to other ranks, for example.
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def check_error(said: str, pattern: str, rank: int) -> None:
+    """Verifies how an error of one of two ranks begins.
+
+    If rank 1 alone has failed, `{named}` in the pattern is what rank 0 puts before its error.
+    """
+    named = r"Disagreement: \w+ failed on 1 of 2 ranks: rank 1: " if rank == 0 else ""
+    assert re.match(pattern.format(named=named), said), said
