@@ -188,6 +188,12 @@ def test_the_commands_of_a_page_are_those_that_the_tools_take(page: Path, tmp_pa
                     assert all(map(method_of, args.methods or ()))
 
 
+@pytest.mark.parametrize("module", COMMANDS.values())
+def test_a_tool_shows_its_help(module: str) -> None:
+    # argparse formats it now, and raises on a percent sign that isn't doubled.
+    assert importlib.import_module(module)._parser().format_help()
+
+
 def test_bash_expands_the_commands_of_a_block_without_running_them(tmp_path: Path) -> None:
     block = 'p=\'a -x\'  # Comment.\np="$p b"\nfor k in 1 2; do\n  $p "*k"=$k \\\n  -y > f\ndone\n'
     assert commands(block, tmp_path) == [["a", "-x", "b", f"*k={k}", "-y"] for k in "12"]

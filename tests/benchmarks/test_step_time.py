@@ -18,7 +18,7 @@ from benchmarks import codec, emulate, plot, step_time
 from benchmarks.emulate import Network, emulated, namespaces, remove_stale
 from benchmarks.methods import METHODS, Method, Rank
 from hf_dlion.cli.plan.machine import vote_work
-from tests.support.help_text import checked_help, refused
+from tests.support.command_line import refused
 from tests.support.spawn import run_command, run_script
 from tests.support.tiny import tiny_llama
 
@@ -50,13 +50,6 @@ def rows_of(folder: Path, *words: str) -> list[dict[str, Any]]:
     out = folder / "train.json"
     run_command([sys.executable, STEP_TIME, "--parameters=5000", *TINY, f"--json={out}", *words])
     return checked(out, "train")
-
-
-@pytest.mark.parametrize("script", [codec, plot, step_time], ids=lambda one: one.__name__)
-def test_help_explains_options_and_has_two_examples(
-    script: Any, capsys: Any, monkeypatch: Any
-) -> None:
-    checked_help(script.main, [], r"python benchmarks/\w+\.py", monkeypatch, capsys)
 
 
 def test_codec_times_every_number_of_bits_and_fused_adamw(tmp_path: Path, capsys: Any) -> None:

@@ -19,16 +19,14 @@ from benchmarks.convergence.answers import KINDS, Answers
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
 from benchmarks.convergence.files import Files
-from benchmarks.convergence.methods import NOT_TRAINED
 from benchmarks.convergence.report import step_times
 from benchmarks.convergence.results import Records, Result, Trial, results
 from benchmarks.convergence.setting import Setting
-from benchmarks.convergence.tasks import TASKS, generator
+from benchmarks.convergence.tasks import generator
 from benchmarks.convergence.text import FineTuning
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import METHODS
 from examples import smollm2
-from tests.support.help_text import checked_help, refused
+from tests.support.command_line import refused
 from tests.support.tiny_study import TINY
 
 DATA = Path(__file__).parents[2] / "docs" / "results" / "data"
@@ -85,15 +83,6 @@ def test_the_records_of_the_documentation_give_its_tables(
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     lines = capsys.readouterr().out.splitlines()
     assert cells in [[cell.strip() for cell in line.split("|")[1:][: len(cells)]] for line in lines]
-
-
-def test_help_explains_every_option_method_and_task(capsys: Any, monkeypatch: Any) -> None:
-    text = checked_help(main, [], r"python -m benchmarks\.convergence", monkeypatch, capsys)
-    about = dict(re.findall(r"^ [ +-] (\S+) +(.+)$", text, re.M))
-    assert set(about) == {*METHODS, *TASKS} - set(NOT_TRAINED)
-    # A noun phrase: no "of ...", and no sentence.
-    assert not [line for line in about.values() if not line[0].isupper() and "torch" not in line]
-    assert not [line for line in about.values() if line.startswith("Of ") or line.endswith(".")]
 
 
 @pytest.mark.parametrize(

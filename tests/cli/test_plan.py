@@ -34,7 +34,7 @@ from hf_dlion.cli.plan.methods import (
     predict,
 )
 from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
-from tests.support.help_text import refused
+from tests.support.command_line import refused
 from tests.support.spawn import on_ranks
 
 FP32, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
