@@ -42,6 +42,10 @@ def shrink(model: nn.Linear, _: DistributedLion) -> None:
     model.weight.clamp_(max=0.0)
 
 
+def freeze(model: nn.Linear, _: DistributedLion) -> None:
+    model.weight.requires_grad_(False)
+
+
 def unfreeze(model: nn.Linear, _: DistributedLion) -> None:
     model.bias.requires_grad_(True)
 
@@ -117,6 +121,10 @@ CASES: dict[str, tuple[tuple[int, torch.dtype], int, Change, str]] = {
         LOCAL, 1, group(lr=0.02),
         "3 Disagreement: ranks differ in lr, betas, or weight decay of a step since the last "
         "exchange, not in those of now. Give groups the same values",
+    ),
+    "frozen before an exchange": (
+        LOCAL, 3, freeze,
+        r"3 Disagreement: .* first in 'frozen parameters': rank 0: \[\], rank 1: \['weight'\]",
     ),
     "NaN": (LOCAL, 0, give_nan, "3 {named}RuntimeError: gradients of rank 1 held a NaN or an Inf"),
     "replaced": (LOCAL, 5, replace, REPLACED),

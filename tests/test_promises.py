@@ -30,27 +30,21 @@ PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
 
 
 @pytest.mark.parametrize(
-    ("when", "text"),
-    [
-        ("step", "step 2: rank 0 lost rank 1 while waiting for a header"),
-        ("local step", "step 7: rank 0 lost rank 1 while waiting for a header"),
-        ("exchange", "step 7: rank 0 lost rank 1 while waiting for how far weights were moved"),
-    ],
+    ("when", "what"), [("local step", "a header"), ("exchange", "how far weights were moved")]
 )
-def test_a_lost_rank_is_named_at_the_next_exchange(when: str, text: str) -> None:
+def test_a_lost_rank_is_named_at_the_next_exchange(when: str, what: str) -> None:
     done = run_script(2, ["-m", "tests.test_promises", when])
-    assert text in done.stdout
-    assert "left the training loop, skipped a step" in done.stdout
+    assert f"step 7: rank 0 lost rank 1 while waiting for {what}" in done.stdout
 
 
 def leave(when: str) -> None:
-    """Ends rank 1 before its third step, before its sixth, or in its second exchange."""
+    """Ends rank 1 before its sixth step, or in its second exchange."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model, optimizer = plain(vote_every=1 if when == "step" else 4)
+    model, optimizer = plain(vote_every=4)
     for step in range(12):
         backward(model, batch(step, rank))
-        if rank == 1 and (when, step) in (("step", 2), ("local step", 5)):
+        if rank == 1 and (when, step) == ("local step", 5):
             os._exit(0)
         if rank == 1 and (when, step) == ("exchange", 7):
             optimizer.local.exchange = lambda *_: os._exit(0)  # type: ignore[method-assign]
