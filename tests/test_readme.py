@@ -27,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-GUIDES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "api"]
 PARAMETERS = inspect.signature(DistributedLion).parameters
 DEFAULTS = {name: p.default for name, p in PARAMETERS.items() if name != "params"}
 
@@ -70,14 +69,6 @@ def test_pages_and_readme_show_the_same_script_and_commands() -> None:
     for command in ("bash examples/finetune_llm.sh", ".venv/bin/pytest"):
         (block,) = [block for block in shown if command in block]
         assert block in blocks(DOCS / "install.md", "bash")
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=identity)
-def test_a_page_begins_with_its_readers_and_ends_with_the_next_step(page: Path) -> None:
-    title, first, *_, last = page.read_text().strip().split("\n\n")
-    assert title.startswith("# ")
-    assert re.match(r"(For|These notes are for) [a-z`]", first), first
-    assert page.name == "index.md" or last.startswith("Next: "), last
 
 
 def test_every_option_is_in_the_table_with_its_default():
