@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_dlion.core.idle_rows import update_age
 from hf_dlion.core.layout import Piece, Scratch
 from hf_dlion.core.rounding import random_bits
+from hf_dlion.core.rule import tie_phase, zero_phase
 from hf_dlion.core.slot import Slot
 from hf_dlion.options import Options
 
@@ -41,26 +42,14 @@ class StepContext:
 
     @functools.cached_property
     def phase(self) -> int:
-        """Number whose parity decides ties, so that they cancel out at any rhythm of use.
-
-        Every pair of steps has both parities, in an order by the Golay-Rudin-Shapiro sequence. With
-        the parity of the step, ties of a parameter that moves in every second step were all alike.
-        """
-        pair = self.step >> 1
-        return self.step + (pair & pair >> 1).bit_count()
+        """Number whose parity decides ties, see `rule.tie_phase`."""
+        return tie_phase(self.step)
 
     @functools.cached_property
     def zero_phase(self) -> int:
-        """Number whose parity decides this voter's votes for exact zeros.
-
-        They oppose the tie-break, except those of some voters, who take turns by the golden ratio:
-        half, rounded down, and of an even number one less if ties are broken, because that is half
-        a vote. So zeros cancel out, and a voter that alone isn't zero decides, of two always.
-        """
+        """Number whose parity decides this voter's votes for exact zeros, see `rule.zero_phase`."""
         breaks_ties = self.options.aggregation == "majority" and self.options.ties == "alternate"
-        shift = (0x9E3779B9 * self.step % (1 << 32)) * self.voters >> 32
-        follows = (self.voter + shift) % self.voters < (self.voters - breaks_ties) // 2
-        return self.phase + follows
+        return zero_phase(self.step, self.voter, self.voters, breaks_ties=breaks_ties)
 
     def random(self, stream: int, piece: Piece) -> Tensor:
         """Returns a piece's random bits of a stream of `rounding`."""

@@ -1,4 +1,4 @@
-"""Rules that turn votes into a verdict: the majority, or the average.
+"""Rules that turn votes into a verdict, the majority or the average; and those for ties and zeros.
 
 On GPUs, `gpu.kernels` decides on votes of one bit, and moves. It gets the rule's `name`.
 """
@@ -125,3 +125,25 @@ def verdict_planes(
     bits = len(planes[0])
     total = (len(planes) if active is None else active) * TOP[bits]
     return rule.decide(tally(planes, bits), total, phase)
+
+
+def tie_phase(step: int) -> int:
+    """Returns the number whose parity decides ties, so that they cancel out at any rhythm of use.
+
+    Every pair of steps has both parities, in an order by the Golay-Rudin-Shapiro sequence. With the
+    parity of the step, ties of a parameter that moves in every second step were all alike.
+    """
+    pair = step >> 1
+    return step + (pair & pair >> 1).bit_count()
+
+
+def zero_phase(step: int, voter: int, voters: int, *, breaks_ties: bool) -> int:
+    """Returns the number whose parity decides a voter's votes for exact zeros.
+
+    They oppose the tie-break, except those of some voters, who take turns by the golden ratio:
+    half, rounded down, and of an even number one less if ties are broken, because that is half a
+    vote. So zeros cancel out, and a voter that alone isn't zero decides, of two always.
+    """
+    shift = (0x9E3779B9 * step % (1 << 32)) * voters >> 32
+    follows = (voter + shift) % voters < (voters - breaks_ties) // 2
+    return tie_phase(step) + follows
