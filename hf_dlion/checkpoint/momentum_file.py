@@ -61,8 +61,6 @@ _OTHER_WEIGHTS: dict[Caller, str] = {
 }
 # Prefix of the keys of ages; the keys of momenta are numbers alone.
 _AGE = "age."
-# Prefix of the keys of each rank's own weights, which version 0.2.0.dev0 saved within a period.
-_OWN = "own."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
 _HEADER = "hf_dlion momentum 6"
 
@@ -144,7 +142,7 @@ class Header:
         values = json.loads(text)
         values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
         header = cls(**values)
-        _ = header.exchanges, header.left_out
+        _ = header.exchanges, header.weights
         return header
 
     @property
@@ -153,9 +151,9 @@ class Header:
         return 0 if self.local is None else int(self.local["exchanges"])
 
     @property
-    def left_out(self) -> bool:
-        """Whether 0.2.0.dev0 saved weights of each rank's own, which aren't read any more."""
-        return self.local is not None and bool(self.local.get("anchors"))
+    def weights(self) -> int | None:
+        """Hash of the weights after the exchange; None without local steps."""
+        return None if self.local is None else int(self.local["weights"])
 
 
 @dataclass
@@ -269,7 +267,7 @@ def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
     params = numbered(lion.param_groups)
     with _opened(path) as file:
         header = _read_header(path, file.metadata())
-        keys = {key for key in file.keys() if not key.startswith(_OWN)}
+        keys = set(file.keys())
         known = {str(number) for number in range(len(params))}
         if not {key.removeprefix(_AGE) for key in keys} <= known:
             raise CheckpointError(
@@ -345,8 +343,7 @@ def _check_weights(path: Path, header: Header, lion: DistributedLion, caller: Ca
     Raises:
         CheckpointError: If the model isn't the one of the save.
     """
-    weights = None if header.local is None else header.local.get("weights")
-    if lion.local is not None and weights not in (None, _hash_of_weights(lion)):
+    if lion.local is not None and header.weights not in (None, _hash_of_weights(lion)):
         raise CheckpointError(
             f"{path} belongs to other weights than the model holds. {_OTHER_WEIGHTS[caller]}"
         )

@@ -132,9 +132,7 @@ def load_momentum(
     another number of ranks saved and either run has nodes, node n uses the file of saved node n
     modulo their number.
 
-    With `vote_every` above 1 the model must hold the weights of the same save. Files of version
-    0.2.0.dev0 may have been saved between two exchanges; rank 0 then warns that the ranks' own
-    steps since the last one are left out.
+    With `vote_every` above 1 the model must hold the weights of the same save.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -268,10 +266,5 @@ def _difference(folder: Path, loaded: Loaded, at: Position) -> str:
         return (
             f"{folder} was saved by {header.voters} voters and is loaded by {at.voters}, with "
             f"another local_group. {whose}{ending}"
-        )
-    if header.left_out:
-        return (
-            f"{folder} was saved by hf_dlion 0.2.0.dev0 between two exchanges of local steps. The "
-            f"ranks continue with the weights of the last exchange, without their steps since it"
         )
     return ""

@@ -207,27 +207,6 @@ def test_a_resumed_run_counts_a_step_without_finite_gradients(rank: int, tmp_pat
 
 
 @on_ranks(2)
-def test_momenta_of_a_file_with_own_weights_are_read_with_a_warning(
-    rank: int, tmp_path: Path
-) -> None:
-    """0.2.0.dev0 saved such files within a period."""
-    run = Run(rank, steps=6, vote_every=3)
-    run.save(tmp_path)
-    path = file_of(tmp_path, rank, 2)
-    period = {"steps": 2, "decays": [1.0], "paths": [0.02], "history": 5}
-    local = {"anchors": {"0": 7}, "bits": 1, "exchanges": 2, "period": period}
-    weights = {f"own.{k}": p for k, p in enumerate(run.weights)}
-    rewrite(path, tensors=weights, local=local)
-    resumed = Run(rank, model_of(1), vote_every=3)
-    with warned() as texts:
-        resumed.load(tmp_path)
-    assert len(texts) == (rank == 0)
-    assert all("0.2.0.dev0 between two exchanges" in text for text in texts)
-    assert same(run.momenta, resumed.momenta)
-    assert same(run.train(4), resumed.train(4))
-
-
-@on_ranks(2)
 def test_a_parameter_without_momentum_has_none_after_loading(rank: int, tmp_path: Path) -> None:
     """Saves before any step, and without a gradient of one parameter on rank 1."""
     run = Run(rank)
@@ -683,6 +662,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "foreign": (lambda path: save_file({}, path), f"{FOREIGN} .*: load an older checkpoint"),
     "unknown field": (partial(rewrite, new=1), rf"{FOREIGN} \(TypeError"),
     "bad field": (partial(rewrite, local={"exchanges": "x"}), rf"{FOREIGN} \(ValueError"),
+    "no weights": (partial(rewrite, local={"exchanges": 2}), rf"{FOREIGN} \(KeyError: 'weights'"),
     "renamed": (partial(rewrite, rank=3), "holds the momentum of rank 3 of 1: restore the file's"),
     "step": (
         partial(rewrite, step=3),
