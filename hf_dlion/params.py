@@ -195,9 +195,8 @@ class Params:
         slots: list[Slot] = []
         for k, (name, p) in enumerate(self.named()):
             if p in trained:
-                slots.append(slot := Slot.of(fsdp.local_part(p.detach()), group_of[k]))
-                slot.full_precision, slot.synced = averaged[k], synced[k]
-                slot.name, slot.param = name, p
+                slots.append(slot := Slot.of(p, group_of[k], fsdp.local_part(p.detach())))
+                slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
         return Layout(key, slots)
 

@@ -29,7 +29,7 @@ from benchmarks.methods import (
 )
 from hf_dlion import DistributedLion
 from hf_dlion.core.context import StepContext
-from hf_dlion.core.flat import flat_gradient, flat_view
+from hf_dlion.core.flat import flat_gradient
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout, Scratch
 from hf_dlion.core.lion import apply_verdict, direction, encode
@@ -125,8 +125,6 @@ class Votes(Workers):
         self.params = [param for group in groups for param in group["params"]]
         numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
         slots = [Slot.of(*pair) for pair in zip(self.params, numbers, strict=True)]
-        for slot, param in zip(slots, self.params, strict=True):
-            slot.param, slot.p = param, flat_view(param)
         self._layout, self._scratch, self._step = Layout(slots=slots), Scratch(), 0
         self._momenta = [[torch.zeros_like(slot.p) for slot in slots] for _ in self.workers]
         self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.workers]

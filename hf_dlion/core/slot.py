@@ -144,13 +144,17 @@ class Slot:
     mean: Tensor | None = None
 
     @classmethod
-    def of(cls, part: Tensor, group: int) -> Slot:
-        """Returns the slot of this rank's part of a parameter, without its tensors."""
+    def of(cls, param: Tensor, group: int, part: Tensor | None = None) -> Slot:
+        """Returns the slot of a parameter, of which this rank has `part` (default: all of it)."""
+        part = param.detach() if part is None else part
         length = part.stride(0) if part.dim() and part.numel() else 0
         # If the first dimension isn't the outermost in memory, its slices aren't contiguous.
         outermost = length * part.shape[0] == part.numel() if length else False
         row_size = length if outermost and length % WORD == 0 else 0
-        return cls(part.numel(), row_size, group, part.dtype, part.device)
+        return cls(
+            part.numel(), row_size, group, part.dtype, part.device,
+            param=param, part=part, p=flat_view(part),
+        )  # fmt: skip
 
     @property
     def anchor(self) -> Tensor | None:

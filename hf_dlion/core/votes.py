@@ -82,6 +82,16 @@ class Votes:
     rows: Rows
     packed: Tensor | None = None
 
+    @property
+    def row_bits(self) -> Tensor:
+        """One bit per row, set if the rank votes on it, int64, shape (ceil(R / 64),)."""
+        if self.packed is not None:
+            return self.packed[: -(-len(self.rows) // WORD)]
+        padded = torch.nn.functional.pad(self.active, (0, -self.active.numel() % WORD))
+        out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=self.active.device)
+        pack(padded, 0, out)
+        return out
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -113,11 +123,3 @@ def verdict_on(
     by_voter = [list(of_voter) for of_voter in planes[:, :, : words.stop - words.start]]
     word_voters = rows.by_word(row_voters, words)
     return Verdict(verdict_planes(by_voter, word_voters, rule, phase), row_voters)
-
-
-def packed_rows(active: Tensor) -> Tensor:
-    """Returns one bit per row, int64, shape (ceil(R / 64),)."""
-    padded = torch.nn.functional.pad(active, (0, -active.numel() % WORD))
-    out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=active.device)
-    pack(padded, 0, out)
-    return out

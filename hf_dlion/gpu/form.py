@@ -165,6 +165,13 @@ def verdict_on(
     return votes.verdict_on(planes, active, rows, words, rule, phase)
 
 
+def verdict_on_equal(sent: Votes, voters: int, rule: Rule, phase: int) -> Verdict:
+    """Returns the verdict if all voters send the same votes, without any communication."""
+    planes, active = sent.planes.expand(voters, -1, -1), sent.row_bits.expand(voters, -1)
+    words = planes.shape[2]
+    return verdict_on(planes, active, sent.rows, slice(0, words), rule, phase, words)
+
+
 def _launched(
     messages: Iterable[Message],
     context: StepContext,

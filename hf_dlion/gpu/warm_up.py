@@ -20,9 +20,9 @@ from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout, Message, Piece, Scratch
 from hf_dlion.core.lion import set_mean_magnitudes
-from hf_dlion.core.rule import Average, Rule, rule_of
+from hf_dlion.core.rule import Average, rule_of
 from hf_dlion.core.slot import LocalState, Slot
-from hf_dlion.core.votes import Verdict, Votes, packed_rows
+from hf_dlion.core.votes import Votes
 from hf_dlion.gpu import form
 from hf_dlion.options import Options
 
@@ -106,7 +106,7 @@ def _take_steps(
         set_mean_magnitudes(layout, context)
         for message in layout.messages:
             step = form.vote_of(message, context)
-            step.move(_verdict(step.encode(), rule, context), rule)
+            step.move(form.verdict_on_equal(step.encode(), voters, rule, context.phase), rule)
         _check_sums(layout, -64.0)
 
 
@@ -117,23 +117,13 @@ def _end_period(message: Message, context: StepContext) -> None:
     planes = torch.tensor(digits, dtype=torch.int64, device=message.device)
     planes = planes.view(-1, 1).expand(bits, message.words).contiguous()
     active = torch.ones(len(message.rows), dtype=torch.bool, device=message.device)
-    verdict = _verdict(Votes(planes, active, message.rows), rule, context)
+    votes = Votes(planes, active, message.rows)
+    verdict = form.verdict_on_equal(votes, context.voters, rule, context.phase)
 
     def mean(piece: Piece) -> Tensor:
         return torch.full((piece.size,), float(rule.top), dtype=piece.dtype, device=piece.device)
 
     form.end_period(message, verdict, rule, lambda slot: 1.0, mean, context)
-
-
-def _verdict(votes: Votes, rule: Rule, context: StepContext) -> Verdict:
-    """Returns the verdict if all voters send the same votes."""
-    planes, packed, rows = votes.planes, votes.packed, votes.rows
-    flags = packed_rows(votes.active).to(planes.device)
-    if packed is not None:
-        flags = packed[: flags.numel()]
-    everyone, words = planes.expand(context.voters, *planes.shape), planes.shape[1]
-    all_flags = flags.expand(context.voters, *flags.shape)
-    return form.verdict_on(everyone, all_flags, rows, slice(0, words), rule, context.phase, words)
 
 
 def _check_sums(layout: Layout, expected: float) -> None:
@@ -146,8 +136,7 @@ def _small(types: _Types, device: torch.device, options: Options) -> Slot:
     """Returns a slot of 64 weights of 0 with a gradient of ones."""
     param = torch.zeros(WORD, dtype=types.dtype, device=device, requires_grad=True)
     slot = Slot.of(param, 0)
-    slot.full_precision, slot.param, slot.part = types.full_precision, param, param.detach()
-    slot.p = slot.part
+    slot.full_precision = types.full_precision
     slot.moving, slot.grad = slot.p, torch.ones_like(slot.p, dtype=types.grad_dtype)
     slot.momentum = torch.zeros_like(slot.p, dtype=options.momentum_dtype)
     return slot

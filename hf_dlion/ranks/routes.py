@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.rule import Rule
-from hf_dlion.core.votes import Planes, Verdict, Votes, packed_rows
+from hf_dlion.core.votes import Planes, Verdict, Votes
 from hf_dlion.gpu import form
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
@@ -113,7 +113,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     (bits, words), device = votes.planes.shape, votes.planes.device
     flag_words = -(-len(votes.rows) // WORD)
     if votes.packed is None:
-        sent = torch.cat([packed_rows(votes.active), votes.planes.view(-1)])
+        sent = torch.cat([votes.row_bits, votes.planes.view(-1)])
     else:
         sent = votes.packed[: flag_words + bits * words]
     sent = sent.to(wire.device_for(device))
@@ -133,11 +133,10 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     (bits, words), ranks = votes.planes.shape, wire.world_size
     device, words_each = votes.planes.device, -(-words // ranks)
     on_wire = wire.device_for(device)
+    active = votes.row_bits
     if votes.packed is None:
-        active = packed_rows(votes.active)
         sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
     else:
-        active = votes.packed[: -(-len(votes.rows) // WORD)]
         sent = votes.packed[active.numel() :][: ranks * words_each]  # It has room for the padding.
     # Segment j goes to rank j.
     sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.core.codec import TOP, WORD
+from hf_dlion.core.codec import TOP
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import flat_view
 from hf_dlion.core.idle_rows import survey
@@ -250,11 +250,8 @@ def _local_work(param: Tensor) -> Calls:
 
     encode_displacement()
     rule, means = Average(ranks, bits), list[Mean]()
-    for message, votes in zip(layout.messages, sent, strict=True):
-        rows = torch.full((-(-len(message.rows) // WORD),), -1, device=param.device)
-        planes, every = votes.planes.expand(ranks, -1, -1), slice(0, message.words)
-        active, words = rows.expand(ranks, -1), message.words
-        verdict = form.verdict_on(planes, active, message.rows, every, rule, 1, words)
+    for votes in sent:
+        verdict = form.verdict_on_equal(votes, ranks, rule, context.phase)
         means.append(Mean(votes, verdict, rule, SCALES[bits], context))
 
     def end_period() -> None:
@@ -291,20 +288,13 @@ def vote_work(
     chosen = form.vote_of if kernels else form.TorchVote
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
-    # All ranks vote on all rows.
-    rows = [torch.full((-(-len(m.rows) // WORD),), -1, device=m.device) for m in layout.messages]
 
     def encode_all() -> None:
         steps[:] = [chosen(message, context) for message in layout.messages]
         sent[:] = [step.encode() for step in steps]
 
     def count_all(n: int) -> None:
-        verdicts.clear()
-        for message, votes, active in zip(layout.messages, sent, rows, strict=True):
-            planes = votes.planes.expand(n, *votes.planes.shape)
-            everyone, words = active.expand(n, -1), message.words
-            every = slice(0, words)
-            verdicts.append(form.verdict_on(planes, everyone, message.rows, every, rule, 1, words))
+        verdicts[:] = [form.verdict_on_equal(votes, n, rule, context.phase) for votes in sent]
 
     def move_all() -> None:
         for step, verdict in zip(steps, verdicts, strict=True):
@@ -322,9 +312,8 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
     slots = [Slot.of(param, 0) for param in params]
     for slot, param in zip(slots, params, strict=True):
         assert param.grad is not None
-        slot.param, slot.part, slot.grad = param, param.detach(), flat_view(param.grad)
-        slot.p = flat_view(slot.part)
-        slot.moving, slot.momentum = slot.p, torch.zeros_like(slot.p)
+        slot.moving, slot.grad = slot.p, flat_view(param.grad)
+        slot.momentum = torch.zeros_like(slot.p)
     return Layout(slots=slots)
 
 
