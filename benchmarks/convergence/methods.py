@@ -151,7 +151,7 @@ class Votes(Workers):
             verdict = Verdict(verdict_planes(planes, by_word, rule, context.phase), voters)
             apply_verdict(message, verdict, rule, context)
             sizes = {"ranks": ranks, "words": message.words, "rows": len(message.rows)}
-            sizes |= {"bits": options.bits, "planes": rule.planes}
+            sizes |= {"bits": options.bits, "planes": rule.plane_count}
             self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
         self.bytes_sent += HEADER_BYTES * (ranks - 1)
         if options.momentum_sync_every:

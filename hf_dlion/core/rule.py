@@ -32,7 +32,7 @@ class Majority:
 
     def __init__(self, ties: str) -> None:
         self.name, self._zero = ties, ties == "zero"
-        self.planes = 2 if self._zero else 1
+        self.plane_count = 2 if self._zero else 1
 
     def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
         """Returns the verdict: a plane of the positive elements, and with "zero" one of the ties.
@@ -78,11 +78,11 @@ class Average:
 
     def __init__(self, voters: int, bits: int) -> None:
         self.name, self.voters, self.top = "average", voters, TOP[bits]
-        self.planes = (voters * self.top).bit_length()
+        self.plane_count = (voters * self.top).bit_length()
 
     def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
         """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
-        missing = self.planes - len(sums)
+        missing = self.plane_count - len(sums)
         return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
 
     def decode(
@@ -99,7 +99,7 @@ class Average:
         return out if factor == 1.0 else out.mul_(factor)
 
 
-# Both have `planes`, the number of planes of a verdict, and a `name` for kernels.
+# Both have `plane_count`, that of a verdict, and a `name` for kernels.
 Rule = Majority | Average
 
 

@@ -306,7 +306,7 @@ def verdict_on(
 
     It has planes of `size` words, with zeros after the slice.
     """
-    verdict = planes.new_empty(rule.planes, size)
+    verdict = planes.new_empty(rule.plane_count, size)
     row_voters = torch.empty(len(rows), dtype=torch.int32, device=planes.device)
     count_votes(
         rows, planes[:, 0], active, verdict, row_voters, first=rows.first_word + words.start,

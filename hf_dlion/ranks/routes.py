@@ -84,7 +84,7 @@ def verdict_of(
         votes = Votes(votes.planes[:, share].contiguous(), votes.active, votes.rows.within(share))
     if name == "auto":
         bits, sent = votes.planes.shape
-        two_phase_words = (bits + rule.planes) * -(-sent // voters.world_size)
+        two_phase_words = (bits + rule.plane_count) * -(-sent // voters.world_size)
         name = "two_phase" if two_phase_words < bits * sent else "gather"
     route = _two_phase if name == "two_phase" else _gather
     verdict = yield from route(votes, voters, rule, context.phase)

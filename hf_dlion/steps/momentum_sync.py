@@ -248,7 +248,7 @@ def sync_bytes(numel: int, options: Options, voters: int) -> int:
         parts = 1 if options.vote_every > 1 else options.momentum_sync_every
         share = -(-numel // parts)
         return 4 * (voters - 1) * -(-share // voters)
-    planes = Average(voters, 4).planes
+    planes = Average(voters, 4).plane_count
     names: tuple[Route, ...] = ("gather", "two_phase")
     chosen = names if options.exchange == "auto" else (options.exchange,)
     words = -(-numel // WORD)
