@@ -196,11 +196,11 @@ def unpack(plane: Tensor, low: float, high: float, out: Tensor) -> Tensor:
     return out
 
 
-def numbers_of(planes: Sequence[Tensor], out: Tensor) -> Tensor:
+def numbers_of(planes: Tensor, out: Tensor) -> Tensor:
     """Returns the numbers whose digits are in planes, the lowest in the first one.
 
     Args:
-        planes: Planes of bits, at most 24, int64, shape (W,) each, contiguous.
+        planes: Planes of bits, at most 24, int64, shape (planes, W), each contiguous.
         out: Output, float32 or float64, shape (64 * W,), contiguous, overwritten.
     """
     if out.device.type == "cpu":

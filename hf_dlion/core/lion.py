@@ -43,7 +43,7 @@ def apply_verdict(message: Message, verdict: Verdict, rule: Rule, context: StepC
         if piece.has(Field.MOVING):
             delta = piece.memory("direction", context.scratch)
             lr = float(context.groups[piece.group]["lr"])
-            planes = [plane[piece.words] for plane in verdict.planes]
+            planes = verdict.planes[:, piece.words]
             rule.decode(planes, None if active is None else active[piece.words], lr, delta)
             _decay_and_subtract(piece, delta, context)
 

@@ -34,7 +34,7 @@ class Majority:
         self.name, self._zero = ties, ties == "zero"
         self.plane_count = 2 if self._zero else 1
 
-    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
+    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> Tensor:
         """Returns the verdict: a plane of the positive elements, and with "zero" one of the ties.
 
         Args:
@@ -45,16 +45,15 @@ class Majority:
         """
         greater, equal = compare(sums, total)
         if self._zero:
-            return [greater, equal]
-        return [greater | (equal & alternating_word(phase))]  # A tied k is +1 if k + phase is even.
+            return torch.stack([greater, equal])
+        # A tied k is +1 if k + phase is even.
+        return (greater | (equal & alternating_word(phase))).unsqueeze(0)
 
-    def decode(
-        self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
-    ) -> Tensor:
+    def decode(self, planes: Tensor, active: Tensor | None, factor: float, out: Tensor) -> Tensor:
         """Returns factor * v for every element, exactly: v is -1, 0, or 1.
 
         Args:
-            planes: Planes of the verdict, int64, contiguous, shape (W,) each.
+            planes: Planes of the verdict, int64, shape (planes, W), each contiguous.
             active: Number of active ranks by word, int64, shape (W,); None if all are active.
             factor: Learning rate, or the unit of a level.
             out: Output, float32 or float64, shape (64 * W,), overwritten.
@@ -80,14 +79,12 @@ class Average:
         self.name, self.voters, self.top = "average", voters, TOP[bits]
         self.plane_count = (voters * self.top).bit_length()
 
-    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> list[Tensor]:
+    def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> Tensor:
         """Returns the verdict: the planes of the sum itself; see `Majority.decide`."""
         missing = self.plane_count - len(sums)
-        return [*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))]
+        return torch.stack([*sums, *(torch.zeros_like(sums[0]) for _ in range(missing))])
 
-    def decode(
-        self, planes: list[Tensor], active: Tensor | None, factor: float, out: Tensor
-    ) -> Tensor:
+    def decode(self, planes: Tensor, active: Tensor | None, factor: float, out: Tensor) -> Tensor:
         """Returns factor * v; v = (2 * sum - n * top) / N and factor * v are rounded once each."""
         numbers_of(planes, out).mul_(2.0)
         if active is None:
@@ -113,8 +110,8 @@ def rule_of(options: Options, voters: int) -> Rule:
 
 def verdict_planes(
     planes: Sequence[Sequence[Tensor]], active: Tensor | None, rule: Rule, phase: int
-) -> list[Tensor]:
-    """Returns the planes of the verdict on some words.
+) -> Tensor:
+    """Returns the planes of the verdict on some words, int64, shape (planes, W).
 
     Args:
         planes: Planes of each rank's codes, int64, shape (W,) each; 0 where the rank abstains.

@@ -64,10 +64,6 @@ class Rows:
         return self._slices[key]
 
 
-# Planes of bits, int64, shape (W,) each, contiguous.
-Planes = list[Tensor] | Tensor
-
-
 @dataclass(frozen=True)
 class Votes:
     """A rank's votes of one message.
@@ -97,11 +93,11 @@ class Votes:
 class Verdict:
     """The result of the votes on one message, equal on all ranks.
 
-    Its planes are int64, shape (W,) each, contiguous. `row_voters` is the number of voters that
-    vote on each row, int32 or int64, shape (R,), or None if all do.
+    Its planes are int64, shape (planes, W), each contiguous. `row_voters` is the number of voters
+    that vote on each row, int32 or int64, shape (R,), or None if all do.
     """
 
-    planes: Planes
+    planes: Tensor
     row_voters: Tensor | None
 
 

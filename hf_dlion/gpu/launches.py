@@ -173,8 +173,6 @@ def end_period(
 def _by_verdict(kind: str, lines: list[Lines], verdict: Verdict, **given: Any) -> None:
     """Moves by a verdict, which may come from the other form."""
     planes, row_voters = verdict.planes, verdict.row_voters
-    if not isinstance(planes, Tensor):
-        planes = torch.stack(planes)
     assert row_voters is not None, "only a CPU leaves it out"
     by_row = row_voters.to(torch.int32)
     each_tile(kind, lines, planes=planes, stride=planes.stride(0), by_row=by_row, **given)

@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.rule import Rule
-from hf_dlion.core.votes import Planes, Verdict, Votes
+from hf_dlion.core.votes import Verdict, Votes
 from hf_dlion.gpu import form
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
@@ -99,7 +99,7 @@ def verdict_of(
 
 def _gather_in_node(verdict: Verdict, node: Wire, words: int) -> Generator[None, None, Verdict]:
     """Gathers the verdict on all words, of which each rank of the node has one L-th."""
-    device = verdict.planes[0].device
+    device = verdict.planes.device
     planes = _padded(verdict.planes, -(-words // node.world_size)).to(node.device_for(device))
     received = planes.new_empty(node.world_size, *planes.shape)
     pending = node.all_gather(received, planes, "a verdict")
@@ -165,14 +165,11 @@ def _share(rank: int, words_each: int, words: int) -> slice:
     return slice(first, min(first + words_each, words))
 
 
-def _padded(planes: Planes, words: int) -> Tensor:
-    """Returns planes with zeros after their end, int64, shape (planes, words)."""
-    if isinstance(planes, Tensor) and planes.shape[1] == words:
-        return planes.contiguous()  # A part of what `_joined` returns isn't.
-    padded = planes[0].new_zeros(len(planes), words)
-    for out, plane in zip(padded, planes, strict=True):
-        out[: plane.numel()] = plane
-    return padded
+def _padded(planes: Tensor, words: int) -> Tensor:
+    """Returns planes with zeros after their end, int64, shape (planes, words), contiguous."""
+    missing = words - planes.shape[1]
+    # What `_joined` returns isn't contiguous if it is a part.
+    return torch.nn.functional.pad(planes, (0, missing)) if missing else planes.contiguous()
 
 
 def _joined(shares: Tensor, words: int) -> Tensor:

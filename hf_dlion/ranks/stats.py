@@ -50,7 +50,7 @@ class WireStats:
     encode_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
-    sample: tuple[Tensor, list[Tensor], Tensor] | None = field(default=None, repr=False)
+    sample: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     drift: list[Tensor] = field(default_factory=list, repr=False)
     _marks: list[tuple[str, torch.device, Any]] = field(default_factory=list, repr=False)
 

@@ -41,5 +41,5 @@ def _note_sample(message: Message, votes: Votes, verdict: Verdict, stats: WireSt
     if message.pieces[0].first == 0:
         voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
         voting &= message.unpadded[:SAMPLE]
-        planes = [plane[:SAMPLE].clone() for plane in verdict.planes]
+        planes = verdict.planes[:, :SAMPLE].clone()
         stats.sample = votes.planes[0, :SAMPLE].clone(), planes, voting

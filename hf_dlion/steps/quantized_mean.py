@@ -103,13 +103,12 @@ class Mean:
         return self._decoded(piece, Average(1, self.scale.bits), self.votes.planes, active, out)
 
     def _decoded(
-        self, piece: Piece, rule: Average, planes: Iterable[Tensor], active: Tensor | None,
-        out: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self, piece: Piece, rule: Average, planes: Tensor, active: Tensor | None, out: Tensor
+    ) -> Tensor:
         units = [self.scale.unit(stretch.slot) for stretch in piece.stretches]
         # A single tensor's unit goes into `decode`, which saves a pass.
         unit = units[0] if len(units) == 1 else 1.0
-        rule.decode([plane[piece.words] for plane in planes], active, unit, out)
+        rule.decode(planes[:, piece.words], active, unit, out)
         if len(units) > 1:
             out.view(-1, WORD).mul_(piece.by_word(units, out).view(-1, 1))
         return out

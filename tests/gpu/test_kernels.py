@@ -192,8 +192,8 @@ def test_a_rate_of_zero_moves_by_a_signed_zero(dtype: torch.dtype, name: str) ->
                     slot.grad, slot.momentum = grad, torch.zeros_like(grad)
                     plain_lion([message], context_of(lr=0.0))
                 else:
-                    plane = torch.full((1,), -1 if vote > 0 else 0, device=DEVICE)
-                    planes = [plane, torch.zeros_like(plane)][: 1 + (ties == "zero")]
+                    planes = torch.zeros(1 + (ties == "zero"), 1, dtype=torch.int64, device=DEVICE)
+                    planes[0] = -1 if vote > 0 else 0
                     verdict, context = Verdict(planes, voters), context_of(lr=0.0)
                     if name == "kernels":
                         launches.KernelVote(message, context).move(verdict, Majority(ties))

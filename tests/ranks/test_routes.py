@@ -20,6 +20,6 @@ def test_joined_planes_can_be_viewed_as_bytes(words: int) -> None:
 
 
 def test_a_tie_that_moves_nothing_keeps_a_weight_of_minus_zero() -> None:
-    negative, ties = torch.zeros(1, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int64)
-    delta = Majority("zero").decode([negative, ties], None, 0.1, torch.empty(64))
+    negative_and_tied = torch.tensor([[0], [-1]])
+    delta = Majority("zero").decode(negative_and_tied, None, 0.1, torch.empty(64))
     assert torch.signbit(torch.full((64,), -0.0) - delta).all()
