@@ -118,7 +118,7 @@ class Piece:
         """
         if (tensor := self._whole(field)) is not None:
             return tensor[self.stretches[0].start : self.stretches[0].stop]
-        flat = self.memory(field.value, scratch)
+        flat = self.memory(field, scratch)
         tensors, places = self._pairs(field, flat)
         if self.is_padded or len(tensors) < len(self.stretches):
             flat.zero_()

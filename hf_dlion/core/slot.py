@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -182,7 +181,8 @@ class Slot:
 
     def get(self, field: Field) -> Tensor | None:
         """Returns one of the slot's tensors."""
-        return _TENSORS[field](self)
+        tensor: Tensor | None = getattr(self, field)
+        return tensor
 
     def signature(self, place: int) -> Signature:
         """What ranks compare: that of the complete parameter, because shards may differ in size.
@@ -194,8 +194,8 @@ class Slot:
         return self.name, tuple(p.shape), str(p.dtype), p.stride(), device, how
 
 
-class Field(enum.Enum):
-    """A tensor of a slot, by which pieces and kernels' tables are read and written."""
+class Field(enum.StrEnum):
+    """Attribute of a slot with a tensor that pieces or kernels read and write."""
 
     GRAD = "grad"
     MOMENTUM = "momentum"
@@ -204,14 +204,3 @@ class Field(enum.Enum):
     COMPENSATION = "compensation"
     DISPLACEMENT = "displacement"
     MEAN = "mean"
-
-
-_TENSORS: dict[Field, Callable[[Slot], Tensor | None]] = {
-    Field.GRAD: lambda slot: slot.grad,
-    Field.MOMENTUM: lambda slot: slot.momentum,
-    Field.MOVING: lambda slot: slot.moving,
-    Field.ANCHOR: lambda slot: slot.anchor,
-    Field.COMPENSATION: lambda slot: slot.compensation,
-    Field.DISPLACEMENT: lambda slot: slot.displacement,
-    Field.MEAN: lambda slot: slot.mean,
-}

@@ -192,15 +192,8 @@ def each_tile(
         )  # fmt: skip
 
 
-# Tensors whose types choose a kernel's variant, and columns of tensors' addresses.
+# Tensors whose types choose a kernel's variant.
 _TYPED = (Field.GRAD, Field.MOMENTUM, Field.MOVING)
-_COLUMNS = {
-    Field.GRAD: Column.GRAD,
-    Field.MOMENTUM: Column.MOMENTUM,
-    Field.MOVING: Column.MOVING,
-    Field.ANCHOR: Column.ANCHOR,
-    Field.COMPENSATION: Column.COMPENSATION,
-}
 
 
 def _add(
@@ -227,7 +220,7 @@ def _add(
         if Field.GRAD in fields:
             columns[Column.OLD] = [_address_of_old(line) for line in of_types]
         for field in fields:
-            columns[_COLUMNS[field]] = [_address(line, field) for line in of_types]
+            columns[Column[field.name]] = [_address(line, field) for line in of_types]
         for column, number in numbers.items():
             values = np.array([number(line.slot) for line in of_types], np.float32)
             columns[column] = values.view(np.int32)
