@@ -419,11 +419,11 @@ class DistributedLion(torch.optim.Optimizer):
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         context = self._context(1)
         self.wire.lap("", layout.device)
-        local.step(layout, context)
+        begins_with_header = kind is Kind.STEP
+        have_met = any(agreed.gradient_counts) or not begins_with_header
+        local.step(layout, context, have_met=have_met)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
-        if kind is Kind.STEP and not any(agreed.gradient_counts):
-            local.forget_meeting()  # Without a gradient, the ranks didn't compare weights.
         if kind is not Kind.EXCHANGE:
             return 0, []
         return local.exchange(layout, agreed.gradient_counts, context, ranks)

@@ -112,7 +112,7 @@ class Slot:
         param: The model's parameter, a DTensor with FSDP2.
         part: This rank's part of the parameter, with its shape.
         p: The weights in the model, `part` in memory order.
-        moving: `p` if this step moves it; None otherwise.
+        moving: `p` if this step moves it, which `core.lion` and kernels do; None otherwise.
         grad: Gradient, changed only by unscaling; None if this rank's voter abstains.
         momentum: Momentum of `grad`, changed in place.
         idle: Rows of `grad` that are zero, bool, shape (R,); None if none is.

@@ -189,23 +189,23 @@ class Meetings:
         self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
         self._created = created
         self._number = 0  # among the optimizers that have met; 0 before the first meeting
-        self._layout: int | None = None  # hash of the layout whose values were compared
+        # Hash of the signatures at which the parameters were compared.
+        self._compared_signatures: int | None = None
         # Signatures and presence of the last meeting with their hashes, which mostly stay the same.
         self._signatures: tuple[Sequence[Signature], int] = ([], digest([]))
         self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
 
     def compare_again(self) -> None:
-        """Makes the next meeting compare values; all ranks must call this before that meeting."""
-        self._layout = None
+        """Makes the next meeting compare parameters; all ranks must call this before it."""
+        self._compared_signatures = None
 
     def agree(self, report: Report, common: Common, parameters: Parameters) -> Agreed:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
-        A header has the wire's version, the kind, the optimizer's number, its step, whether its
-        gradients are finite, and hashes of values, signatures, and presence: 64 * (N - 1) bytes
-        per rank. If presence differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable
-        parameters. In the first step at new signatures in which a rank has a gradient, and in
-        another kind of meeting at them, 24 * (N - 1) more for hashes of `parameters`.
+        Bytes per rank: 64 * (N - 1) for the header (`ranks.header` has its words). If presence
+        differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable parameters. In the
+        first step at new signatures in which a rank has a gradient, and in another kind of meeting
+        at them, 24 * (N - 1) more for hashes of `parameters`.
 
         Raises:
             Disagreement: On every rank, if ranks differ or something failed on another rank.
@@ -218,7 +218,7 @@ class Meetings:
                 hashes = self._hashes(report, common)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
-        flags, numbers, steps, equal, layouts, presence = gather_headers(
+        flags, numbers, steps, value_hashes, signature_hashes, presence = gather_headers(
             self._wire, report.kind, [self._number, common.step, *hashes],
             # In an exchange, what counts is whether a rank moved.
             finite=report.finite or report.kind is not Kind.STEP, failure=failure,
@@ -230,20 +230,20 @@ class Meetings:
             raise Disagreement(
                 f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
             )
-        if len(set(equal)) > 1:
-            self._raise_unequal(common)
-        if len(set(layouts)) > 1:
-            self._raise_layouts(common)
+        if len(set(value_hashes)) > 1:
+            self._raise_values(common)
+        if len(set(signature_hashes)) > 1:
+            self._raise_signatures(common)
         present = self._presence(presence)
         # Until there is a gradient, weights may still be loaded.
         is_early = report.kind is Kind.STEP and not any(map(any, present))
-        if is_new := layouts[0] != self._layout and not is_early:
-            self._compare_values(layouts[0], parameters)
+        if is_new := signature_hashes[0] != self._compared_signatures and not is_early:
+            self._compare_parameters(signature_hashes[0], parameters)
         finite = [bool(word & FINITE) for word in flags]
         return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
 
     def _hashes(self, report: Report, common: Common) -> list[int]:
-        """Returns hashes of values, layout, and presence, of which the last two rarely change."""
+        """Returns hashes of values, signatures, presence, of which the last two rarely change."""
         if (
             common.signatures is not self._signatures[0]
             and common.signatures != self._signatures[0]
@@ -253,7 +253,7 @@ class Meetings:
             self._present = list(report.present), digest(pack_bools(report.present))
         return [digest(common.values), self._signatures[1], self._present[1]]
 
-    def _raise_unequal(self, common: Common) -> None:
+    def _raise_values(self, common: Common) -> None:
         tables = self._wire.gather_objects(common.values)
         key, values = _first_difference(tables, self._wire)
         remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
@@ -261,7 +261,7 @@ class Meetings:
             raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
         raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
 
-    def _raise_layouts(self, common: Common) -> None:
+    def _raise_signatures(self, common: Common) -> None:
         names = [str(name) for name, *_ in common.signatures]
         names_by_rank = self._wire.gather_objects(names)
         lines = enumerate(_texts(common.signatures))
@@ -280,16 +280,16 @@ class Meetings:
             )
         raise Disagreement(f"{what}, first in {key!r}: {values}. {remedy}")
 
-    def _compare_values(self, layout: int, parameters: Parameters) -> None:
-        """Checks that parameters are equal at a new layout, and numbers a new optimizer."""
+    def _compare_parameters(self, signatures: int, parameters: Parameters) -> None:
+        """Checks that parameters are equal at new signatures, and numbers a new optimizer."""
         hashes, created = compare_parameters(
             parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
         )
         if not self._number:
-            self._check_order(created, (layout, *hashes))
+            self._check_order(created, (signatures, *hashes))
             self._optimizers.met += 1
             self._number = self._optimizers.met
-        self._layout = layout
+        self._compared_signatures = signatures
 
     def _check_order(self, created: list[int], key: tuple[int, ...]) -> None:
         """Checks that optimizers with equal parameters were created in one order on all ranks.

@@ -7,9 +7,9 @@ word   all headers                  those of `Meetings.agree`
 4      finite, failed, abstained
 5-7    the caller's                 hashes of options and the like, signatures, and presence
 
-A step begins with one (`DistributedLion.step`), as an exchange, a save, and a load; a local step
-has none. What fails on a rank waits for its next header (`peers.all_or_none`), which raises on all
-ranks.
+A step begins with one (`DistributedLion.step`), as an exchange and whatever else `Kind` has; a
+local step has none. What fails on a rank waits for its next header (`peers.all_or_none`), which
+raises on all ranks.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def gather_headers(
     columns = wire.gather_words(sent, _AWAITED.get(kind, "a header")).t().tolist()
     versions, kinds, first, second, all_flags, *others = columns
     if versions.count(WIRE_VERSION) < len(versions):
-        others = [rank for rank, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
-        if others:
+        elsewhere = [rank for rank, v in enumerate(versions) if not 0 < v <= _LARGEST_VERSION]
+        if elsewhere:
             raise Disagreement(
-                f"{wire.named(others)} sent other data than a header, so {_ELSEWHERE}. If your "
+                f"{wire.named(elsewhere)} sent other data than a header, so {_ELSEWHERE}. If your "
                 f"code calls collectives, call them on all ranks in the same order"
             )
         raise Disagreement(

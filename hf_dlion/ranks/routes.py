@@ -41,6 +41,8 @@ def in_lockstep(tasks: Sequence[Task]) -> None:
     """Resumes every task until it is next suspended, in turns, until all have ended.
 
     So all ranks begin the same collectives in one order, also those of two groups, as NCCL needs.
+    For that, all messages are suspended equally often before any begins its node's collective,
+    whichever route they take.
     """
     while tasks:
         tasks = [task for task in tasks if next(task, task) is not task]
@@ -58,7 +60,7 @@ def verdict_of(
 ) -> Generator[None, None, Verdict]:
     """Sends this rank's votes of a message and returns the verdict; every rank must do this.
 
-    It is suspended whenever data travel, and counts the time since the last lap as encoding.
+    It is suspended whenever data travel.
 
     If nodes vote, each of the L ranks of a node exchanges one L-th of the words:
 
@@ -71,14 +73,8 @@ def verdict_of(
     The votes must be equal on the ranks of a node. "auto" takes the route that sends fewer bytes,
     gather if both send the same.
     """
-    voters, node, stats, name = (
-        ranks.voters,
-        ranks.node,
-        ranks.voters.stats,
-        context.options.exchange,
-    )
-    words, device = votes.planes.shape[1], votes.planes.device
-    stats.lap("encode_s", device)
+    voters, node = ranks.voters, ranks.node
+    name, words = context.options.exchange, votes.planes.shape[1]
     if node is not None:
         share = _share(node.rank, -(-words // node.world_size), words)
         votes = Votes(votes.planes[:, share].contiguous(), votes.active, votes.rows.within(share))
@@ -89,11 +85,8 @@ def verdict_of(
     route = _two_phase if name == "two_phase" else _gather
     verdict = yield from route(votes, voters, rule, context.phase)
     if node is not None:
-        # All collectives between nodes end before those inside a node begin, because NCCL needs one
-        # order of two groups' collectives on every rank.
-        yield
+        yield  # So all collectives between nodes end before those inside a node begin.
         verdict = yield from _gather_in_node(verdict, node, words)
-    stats.lap("exchange_s", device)
     return verdict
 
 
@@ -121,7 +114,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     pending = wire.all_gather(received, sent, "votes")
     yield
     pending.wait()
-    yield  # As often as two_phase, see `verdict_of`.
+    yield  # As often as two_phase, see `in_lockstep`.
     received = received.to(device)
     active, planes = received[:, :flag_words], received[:, flag_words:]
     planes = planes.reshape(wire.world_size, bits, words)

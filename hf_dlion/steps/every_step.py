@@ -1,4 +1,10 @@
-"""Steps by votes: `vote_every=1`. The ranks have exchanged headers before (`ranks.agreement`).
+"""The votes of a step, with `vote_every=1`.
+
+    collect, agree     before: `DistributedLion.step`, which ends in the header
+    choose             before: `DistributedLion._vote`, which tensors move, and who abstains
+    encode             u and m, then the votes
+    send and count     `routes.verdict_of`
+    move               p = p * decay - lr * v
 
 Messages take turns (`routes.in_lockstep`), so one is encoded while another is sent.
 """
@@ -29,7 +35,9 @@ def vote_on_message(message: Message, context: StepContext, rule: Rule, ranks: T
     """Takes a message's step."""
     stats, step = ranks.voters.stats, form.vote_of(message, context)
     votes = step.encode()
+    stats.lap("encode_s", message.device)
     verdict = yield from verdict_of(votes, rule, context, ranks)
+    stats.lap("exchange_s", message.device)
     if context.bits == 1 and isinstance(rule, Majority):
         _note_sample(message, votes, verdict, stats)
     step.move(verdict, rule)

@@ -7,7 +7,7 @@ r"""Local steps (`vote_every`; docs/rule.md, section 9): a period of own steps e
 Between two periods all ranks hold the same weights, in the model, and nothing else differs but
 momenta. A period begins with the first local step, which keeps the weights as the anchor x.
 
-    plain step    a header, votes, and a verdict by which all ranks move alike       every_step.py
+    plain step    a header, then votes, by whose verdict all ranks move alike        every_step.py
     local step    no header: p = p - lr * sign(u)                                    step
     exchange      a header, a local step, then the mean of x - p, and weight decay   displacement.py
 
@@ -152,11 +152,13 @@ class LocalSteps:
         period = self.next_period if kind is Kind.EXCHANGE else self.period
         return {HISTORY: period.history}
 
-    def step(self, layout: Layout, context: StepContext) -> None:
+    def step(self, layout: Layout, context: StepContext, *, have_met: bool) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
 
         The first step of a period keeps anchors. Later, a parameter gets one after a header, which
-        has found equal weights on all ranks.
+        has found equal weights on all ranks. `have_met` tells whether they have compared them at
+        this layout, which they don't while no rank has a gradient; if not, the next step begins
+        with a header, too.
         """
         lrs = [float(group["lr"]) for group in context.groups]
         shrink = [
@@ -172,7 +174,7 @@ class LocalSteps:
             slot.moving = None if slot.grad is None else slot.p
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        self.period, self._met = self.next_period, layout
+        self.period, self._met = self.next_period, layout if have_met else None
 
     def exchange(
         self,

@@ -89,7 +89,7 @@ class Mean:
 
     def of(self, piece: Piece) -> Tensor:
         """Returns d of a piece, in scratch memory."""
-        out, rows = piece.memory("mean", self.context.scratch), self.votes.rows
+        out, rows = piece.memory("mean of votes", self.context.scratch), self.votes.rows
         active = None
         if self.verdict.row_voters is not None:
             active = rows.by_word(self.verdict.row_voters, piece.words)
@@ -126,8 +126,10 @@ def average_message(
 
     Slots have magnitudes. Every voter must do this. It is suspended while data travel.
     """
-    rule = Average(ranks.voters.world_size, scale.bits)
+    stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
     votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
+    stats.lap("encode_s", message.device)
     verdict = yield from verdict_of(votes, rule, context, ranks)
+    stats.lap("exchange_s", message.device)
     move(Mean(votes, verdict, rule, scale, context))
-    ranks.voters.stats.lap("apply_s", message.device)
+    stats.lap("apply_s", message.device)

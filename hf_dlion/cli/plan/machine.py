@@ -239,7 +239,7 @@ def _local_work(param: Tensor) -> Calls:
     layout, local, bits = _layout_of([param]), LocalSteps(2, {}), LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
-    local.step(layout, context)
+    local.step(layout, context, have_met=True)
     (slot,), source = layout.slots, partial(displacement, context=context)
     slot.magnitude = 1.0
     sent: list[Votes] = []
