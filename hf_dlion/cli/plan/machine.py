@@ -266,7 +266,7 @@ def _local_work(param: Tensor) -> Calls:
             apply_mean(message, context, mean)
 
     return {
-        "local step": partial(local.step, layout, context),
+        "local step": partial(local.step, layout, context, have_met=True),
         "encode displacement": encode_displacement,
         "end period": end_period,
         "momenta": average_momenta,
