@@ -435,7 +435,7 @@ def method_of(name: str) -> Method:
         Options(**both)  # Checks them before any rank starts.
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
-    return _voting(f"{method.title}, {text}", method.about, **both)
+    return _voting(f"{method.title}, {text.replace(',', ', ')}", method.about, **both)
 
 
 def _value(text: str) -> Any:

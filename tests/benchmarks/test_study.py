@@ -136,7 +136,7 @@ def test_a_figure_of_divergences_averages_each_kind_of_tensor(tmp_path: Path, ca
     found = {layer.format("q"): 0.5, layer.format("k"): 0.3, norm: 0.1, "model.norm.weight": 0.3}
     record = {
         "divergences": [[10, {**found, "head": 0.6}]],
-        "setting": {"workers": 2, "method": "majority:momentum_sync=auto"},
+        "setting": {"workers": 2, "method": "majority:momentum_sync_every=32,momentum_sync=auto"},
     }
     lines = divergences.by_kind(record)
     assert lines == {
