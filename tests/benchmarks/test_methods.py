@@ -224,7 +224,7 @@ def test_a_method_that_cannot_run_as_asked_says_so(changes: Any, message: str) -
 def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     method = method_of("bits4:exchange=gather,momentum_sync_every=8")
     assert method.options == {"bits": 4, "exchange": "gather", "momentum_sync_every": 8}
-    assert method.title == "DistributedLion, 4 bits, exchange=gather,momentum_sync_every=8"
+    assert method.title == "DistributedLion, 4 bits, exchange=gather, momentum_sync_every=8"
     with pytest.raises(ValueError, match=r"unknown method 'magic'; use one of none, .*, demo"):
         method_of("magic")
     assert method_of("bits4:vote_every=8").every == 8
