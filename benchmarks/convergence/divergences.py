@@ -26,7 +26,6 @@ from hf_dlion.cli.arguments import Parser
 # A Llama's kinds of tensors, by a part of their names; the first that matches counts.
 KINDS = {
     "embed_tokens": "embedding",
-    "layernorm": "norms",
     "norm": "norms",
     "q_proj": "queries and keys",
     "k_proj": "queries and keys",

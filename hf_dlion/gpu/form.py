@@ -165,9 +165,15 @@ def verdict_on(
     return votes.verdict_on(planes, active, rows, words, rule, phase)
 
 
-def verdict_on_equal(sent: Votes, voters: int, rule: Rule, phase: int) -> Verdict:
-    """Returns the verdict if all voters send the same votes, without any communication."""
-    planes, active = sent.planes.expand(voters, -1, -1), sent.row_bits.expand(voters, -1)
+def verdict_on_equal(
+    sent: Votes, voters: int, rule: Rule, phase: int, row_bits: Tensor | None = None
+) -> Verdict:
+    """Returns the verdict if all voters send the same votes, without any communication.
+
+    `row_bits` are those of the votes, if they were packed before.
+    """
+    row_bits = sent.row_bits if row_bits is None else row_bits
+    planes, active = sent.planes.expand(voters, -1, -1), row_bits.expand(voters, -1)
     words = planes.shape[2]
     return verdict_on(planes, active, sent.rows, slice(0, words), rule, phase, words)
 

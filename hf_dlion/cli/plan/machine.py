@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.core.codec import TOP
+from hf_dlion.core.codec import TOP, WORD
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import flat_view
 from hf_dlion.core.idle_rows import survey
@@ -288,13 +288,18 @@ def vote_work(
     chosen = form.vote_of if kernels else form.TorchVote
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
+    # All ranks vote on all rows. A rank packs that once, not for each number of ranks.
+    rows = [torch.full((-(-len(m.rows) // WORD),), -1, device=m.device) for m in layout.messages]
 
     def encode_all() -> None:
         steps[:] = [chosen(message, context) for message in layout.messages]
         sent[:] = [step.encode() for step in steps]
 
     def count_all(n: int) -> None:
-        verdicts[:] = [form.verdict_on_equal(votes, n, rule, context.phase) for votes in sent]
+        verdicts[:] = [
+            form.verdict_on_equal(votes, n, rule, context.phase, row_bits)
+            for votes, row_bits in zip(sent, rows, strict=True)
+        ]
 
     def move_all() -> None:
         for step, verdict in zip(steps, verdicts, strict=True):
