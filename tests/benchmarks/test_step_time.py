@@ -173,7 +173,7 @@ def test_what_cannot_be_measured_is_refused_before_ranks_start(
 
 def test_a_picture_has_a_panel_for_each_file(tmp_path: Path, capsys: Any) -> None:
     out, wrong = tmp_path / "new" / "step.png", tmp_path / "wrong.json"
-    files = [str(DATA / f"train_2x{rate}.json") for rate in ("100mbit", "1gbit")]
+    files = [str(DATA / f"local_steps_2x{rate}.json") for rate in ("100mbit", "1gbit")]
     assert plot.main([*files, f"--out={out}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     wrong.write_text('{"bench": "codec"}')
