@@ -74,12 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about, _, epilog = (__doc__ or "").partition("\nExamples:")
-    parser = Parser(
-        prog="python -m benchmarks.convergence.divergences",
-        description=about,
-        epilog=f"examples:{epilog}",
-    )
+    parser = Parser(prog="python -m benchmarks.convergence.divergences", description=__doc__)
     add: Any = parser.add_argument
     add("file", type=Path, metavar="FILE", help="Records of runs, of which the last one is drawn.")
     out = Path("outputs/divergences.png")

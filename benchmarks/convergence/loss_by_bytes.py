@@ -10,42 +10,17 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import exit_code_of
-from benchmarks.convergence.results import Record, Result, loss_of
-from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.results import Result, best, read
 from benchmarks.methods import method_of
 from benchmarks.plot import figure, logarithmic, look, save
 from hf_dlion.cli.arguments import Parser, positive
-
-
-def best(records: Iterable[Record], method: str, workers: int, steps: int) -> Result:
-    """Returns a method's result at the setting with most seeds, and of those the lowest mean loss.
-
-    Raises:
-        ValueError: If the method has no record.
-    """
-    found: dict[Setting, dict[int, Record]] = defaultdict(dict)
-    for record in records:
-        setting = Setting.of(record["setting"])
-        if (setting.method, setting.workers, setting.steps) == (method, workers, steps):
-            found[setting.replace(seed=0)][setting.seed] = record
-    if not found:
-        raise ValueError(f"no record of {method} with {workers} ranks and {steps} steps")
-
-    def rank(setting: Setting) -> tuple[int, float]:
-        runs = found[setting].values()
-        return -len(runs), statistics.fmean(map(loss_of, runs))
-
-    chosen = min(found, key=rank)
-    return Result(chosen, {}, found[chosen])
 
 
 def draw(results: Sequence[Sequence[Result]], path: Path) -> Path:
@@ -73,12 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def run() -> None:
-        records = [
-            json.loads(line) for file in args.files for line in file.read_text().splitlines()
-        ]
+        records = read(args.files)
         results = [
-            [best(records, method, workers, args.steps) for method in args.methods]
-            for workers in args.workers
+            [best(records, method, workers=n, steps=args.steps) for method in args.methods]
+            for n in args.workers
         ]
         for together in results:
             for result in together:
@@ -93,12 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about, _, epilog = (__doc__ or "").partition("\nExamples:")
-    parser = Parser(
-        prog="python -m benchmarks.convergence.loss_by_bytes",
-        description=about,
-        epilog=f"examples:{epilog}",
-    )
+    parser = Parser(prog="python -m benchmarks.convergence.loss_by_bytes", description=__doc__)
     add: Any = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="Records of runs.")
     methods = "Methods, as in the records."

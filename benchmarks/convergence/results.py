@@ -10,6 +10,7 @@ import json
 import math
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,15 @@ class Result:
         (parameters,) = {record["parameters"] for record in self.records.values()}
         return 8 * self.average("bytes_per_step") / int(parameters)
 
+    def gaps_to(self, reference: Result) -> dict[int, float]:
+        """Returns the loss minus that of another method, by common seed, without diverged runs.
+
+        They are paired by seed, because seeds differ by more than methods.
+        """
+        theirs = reference.losses
+        gaps = {seed: loss - theirs[seed] for seed, loss in self.losses.items() if seed in theirs}
+        return {seed: gap for seed, gap in gaps.items() if math.isfinite(gap)}
+
     def average(self, key: str) -> float:
         """Returns the mean of a number in the records."""
         return statistics.fmean(float(record[key]) for record in self.records.values())
@@ -158,15 +168,55 @@ def results(trials: Sequence[Trial], records: Records) -> list[list[Result]]:
         if (result := trial.result(records)) is not None:
             cell = trial.setting.replace(method="", lr=0.0, seed=0)
             found.setdefault(cell, []).append(result)
-    # Gaps are paired by seed, because seeds differ by more than methods.
     for together in found.values():
         for lion in [result for result in together if result.setting.method == REFERENCE]:
             for result in (result for result in together if result is not lion):
-                for seed in result.losses.keys() & lion.losses.keys():
-                    gap = result.losses[seed] - lion.losses[seed]
-                    if math.isfinite(gap):
-                        result.gaps[seed] = gap
+                result.gaps.update(result.gaps_to(lion))
     return list(found.values())
+
+
+def read(files: Iterable[Path]) -> list[Record]:
+    """Returns the records of files of runs."""
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def best(
+    records: Iterable[Record],
+    method: str,
+    *,
+    workers: int,
+    steps: int,
+    betas: tuple[float, float] | None = None,
+) -> Result:
+    """Returns a method's result at the setting with most seeds, and of those the lowest mean loss.
+
+    Args:
+        records: Records of any runs.
+        method: Name of the method.
+        workers: Number of ranks. Real ranks and those in one process have the same results.
+        steps: Steps of a run.
+        betas: Betas of Lion; None for any.
+
+    Raises:
+        ValueError: If the method has no such record.
+    """
+    found: dict[Setting, dict[int, Record]] = defaultdict(dict)
+    for record in records:
+        setting = Setting.of(record["setting"])
+        if (setting.method, setting.workers, setting.steps) == (method, workers, steps):
+            if betas in (None, setting.betas):
+                found[setting.replace(seed=0, real=False)][setting.seed] = record
+    if not found:
+        raise ValueError(f"no record of {method} with {workers} ranks and {steps} steps")
+
+    def rank(setting: Setting) -> tuple[int, float]:
+        runs = found[setting].values()
+        return -len(runs), statistics.fmean(map(loss_of, runs))
+
+    chosen = min(found, key=rank)
+    same = {s.lr: runs for s, runs in found.items() if s.replace(lr=chosen.lr) == chosen}
+    grid = {lr: loss_of(same[lr][0]) for lr in sorted(same) if 0 in same[lr]}
+    return Result(chosen, grid, found[chosen])
 
 
 def loss_of(record: Record) -> float:

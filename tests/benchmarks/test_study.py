@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence import divergences, loss_by_bytes
+from benchmarks.convergence import distances, divergences, loss_by_bytes
 from benchmarks.convergence.answers import KINDS, Answers
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
@@ -129,6 +129,50 @@ def test_a_figure_of_bytes_has_each_methods_best_setting(tmp_path: Path, capsys:
     assert "no record of adamw with 3 ranks" in refused(
         loss_by_bytes.main, [*words, "x.png", "--workers", "3"], capsys
     )
+
+
+def _records(method: str, lr: float, losses: list[Any], **changes: Any) -> list[dict[str, Any]]:
+    setting = TINY.replace(method=method, lr=lr, workers=2, steps=9, **changes)
+    identities = [setting.replace(seed=seed).identity() for seed in range(len(losses))]
+    return [
+        {"setting": identity, "loss": loss, "bytes_per_step": 1234.0}
+        for identity, loss in zip(identities, losses, strict=True)
+    ]
+
+
+def test_a_table_has_the_distances_at_the_best_of_the_tried_rates(
+    tmp_path: Path, capsys: Any
+) -> None:
+    now, before = {"betas": (0.9, 0.98)}, {"betas": (0.9, 0.99)}
+    records = [
+        *_records("adamw", 1e-2, [3.0, 3.2]), *_records("adamw", 2e-2, [2.5]),
+        *_records("lion", 1e-3, [3.3], **now), *_records("lion", 2e-3, [3.1], real=True, **now),
+        *_records("lion", 3e-3, [3.15], **now), *_records("lion", 2e-3, [2.0], **before),
+        *_records("majority", 1e-3, [3.5, 3.9], **now), *_records("majority", 2e-3, [9.0], **now),
+        *_records("bits4", 2e-3, [None, 3.1], **now),  # One diverged.
+    ]  # fmt: skip
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = [str(file), "--workers", "2", "--steps", "9", "--methods", "adamw"]
+    assert distances.main([*words, "lion", "majority", "bits4"]) == 0
+    titles, _, *rows = capsys.readouterr().out.splitlines()
+    assert titles == "|  | 2 ranks | bytes per step |"
+    assert rows == [
+        "| DDP fp32, AdamW | 3.100 ± 0.141 (1e-2)* | 1,234 |",  # of those with most seeds
+        "| Lion on the mean gradient | +0.100 (2e-3) | 1,234 |",  # real ranks and others
+        "| DistributedLion | +0.600 ± 0.141 (1e-3)* | 1,234 |",  # paired by seed
+        "| DistributedLion, 4 bits | -0.100 (2e-3)* | 1,234 |",
+    ]
+    assert distances.main([*words, "lion", "--betas", "0.9,0.98", "0.95,0.98"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row == "| Lion on the mean gradient | +0.100 (2e-3) |  | 1,234 |"
+    for wrong, message in (
+        (["lion", "--betas", "0.9"], "must be two numbers such as 0.9,0.98 (got 0.9)"),
+        (["magic"], "unknown method 'magic'"),
+    ):
+        assert message in refused(distances.main, [*words, *wrong], capsys)
+    words[-1] = "localsgd32"
+    assert "no record of localsgd32 with 2 ranks" in refused(distances.main, words, capsys)
 
 
 def test_a_figure_of_divergences_averages_each_kind_of_tensor(tmp_path: Path, capsys: Any) -> None:
