@@ -38,7 +38,7 @@ from hf_dlion.options import Options
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
-ADAMW_BETAS = (0.9, 0.999)  # torch's defaults
+BETAS, ADAMW_BETAS = (0.9, 0.98), (0.9, 0.999)  # The defaults of DistributedLion, and of torch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Hyper:
 
     lr: float = 1e-4
     weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = BETAS
     adamw_betas: tuple[float, float] = ADAMW_BETAS
     seed: int = 0
     steps: int = 0

@@ -22,7 +22,7 @@ from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.tasks import TASKS, task_class
 from benchmarks.convergence.train import run_real, simulate
-from benchmarks.methods import ADAMW_BETAS, METHODS, method_of
+from benchmarks.methods import ADAMW_BETAS, BETAS, METHODS, method_of
 from benchmarks.plot import figure
 from hf_dlion.cli.arguments import Parser, above_zero, positive, rate
 
@@ -207,10 +207,10 @@ def _parser() -> argparse.ArgumentParser:
         "(default: don't clip; 1 with --scale llm)."
     )
     add("--clip", type=float, metavar="NORM", help=clip)
-    betas = "Betas of Lion (default: 0.9 0.99)."
-    add("--betas", nargs=2, type=float, default=[0.9, 0.99], help=betas)
-    betas = "Betas of AdamW (default: {:g} {:g}).".format(*ADAMW_BETAS)
-    add("--betas-adamw", nargs=2, type=float, default=ADAMW_BETAS, help=betas)
+    betas = "Betas of {} (default: {:g} {:g})."
+    add("--betas", nargs=2, type=float, default=BETAS, help=betas.format("Lion", *BETAS))
+    of_adamw = betas.format("AdamW", *ADAMW_BETAS)
+    add("--betas-adamw", nargs=2, type=float, default=ADAMW_BETAS, help=of_adamw)
     warmup = f"Share of the steps in which the learning rate rises (default: {WARMUP})."
     add("--warmup", type=_share, default=WARMUP, help=warmup)
     bf16 = "Compute the forward pass in bfloat16, by autocast (default: float32)."

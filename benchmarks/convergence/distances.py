@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.command import exit_code_of
 from benchmarks.convergence.results import Record, Result, best, read, with_spread
-from benchmarks.methods import method_of
+from benchmarks.methods import BETAS, method_of
 from hf_dlion.cli.arguments import Parser, positive
 
 
@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     methods = "Methods, as in the records, in the order of the rows."
     add("--methods", nargs="+", required=True, metavar="METHOD", help=methods)
     add("--workers", nargs="+", type=positive, default=[2, 8], help="Ranks (default: 2 8).")
-    betas = "Betas of Lion (default: 0.9,0.98)."
-    add("--betas", nargs="+", type=_betas, default=[(0.9, 0.98)], metavar="B1,B2", help=betas)
+    betas = "Betas of Lion (default: {:g},{:g}).".format(*BETAS)
+    add("--betas", nargs="+", type=_betas, default=[BETAS], metavar="B1,B2", help=betas)
     add("--steps", type=positive, default=2000, help="Steps of a run (default: 2000).")
     return parser
 

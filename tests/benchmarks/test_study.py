@@ -58,13 +58,14 @@ def test_a_study_ends_with_pictures_and_is_not_made_twice(tmp_path: Path, capsys
     [
         (
             "two_workers_runs",
-            "--workers 2 --tasks finetune --methods lion average --lr-lion 3e-4 1e-3 3e-3 1e-2",
+            "--workers 2 --tasks finetune --methods lion average --lr-lion 3e-4 1e-3 3e-3 1e-2 "
+            "--betas 0.9 0.99",
             "| average  |   0.003 |     3 |   1.815 ± 0.025 | +0.007 ± 0.011 |            1.02 |",
         ),
         (
             "smollm2_runs",
             "--scale llm --tasks smollm2 --evaluations 3 --real --seeds 3 --methods lion majority "
-            "--lr-lion 3e-6 1e-5 3e-5 1e-4",
+            "--lr-lion 3e-6 1e-5 3e-5 1e-4 --betas 0.9 0.99",
             "| majority |   3e-05 |     3 |   3.019 ± 0.010 | -0.010 ± 0.017 |            1.00 |",
         ),
         (
