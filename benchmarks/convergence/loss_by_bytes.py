@@ -56,9 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         for together in results:
             for result in together:
                 setting, mean = result.setting, statistics.fmean(result.losses.values())
+                adamw = method_of(setting.method).family == "adamw"
                 print(
-                    f"{setting.workers} {setting.method} lr {setting.lr:g} betas {setting.betas} "
-                    f"{setting.adamw_betas}: {mean:.3f}, {len(result.losses)} seeds"
+                    f"{setting.workers} {setting.method} lr {setting.lr:g} betas "
+                    f"{setting.adamw_betas if adamw else setting.betas}: {mean:.3f}, "
+                    f"{len(result.losses)} seeds"
                 )
         print(f"drawn: {draw(results, args.out)}")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from benchmarks.methods import ADAMW_BETAS, Hyper
+from benchmarks.methods import ADAMW_BETAS, BETAS, Hyper, method_of
 
 WARMUP = 0.05
 # Values that a run's identity leaves out, since older records don't have them.
@@ -77,6 +77,7 @@ class Setting(Hyper):
             del values[place]
         values["scene"] = values.pop("task")  # The name of a task in all records.
         values["schedule"] = "cosine"  # Older records had a choice.
+        del values["betas" if method_of(self.method).family == "adamw" else "adamw_betas"]
         kept = {k: v for k, v in values.items() if k not in _LATER or v != _LATER[k]}
         found: dict[str, Any] = json.loads(json.dumps(kept))
         return found
@@ -87,8 +88,8 @@ class Setting(Hyper):
         values = {name: value for name, value in identity.items() if name != "schedule"}
         values["task"] = values.pop("scene")
         values["lr_factors"] = tuple(map(tuple, values.get("lr_factors", ())))
-        for name in ("betas", "adamw_betas"):
-            values[name] = tuple(values.get(name, _LATER.get(name)))
+        for name, default in (("betas", BETAS), ("adamw_betas", ADAMW_BETAS)):
+            values[name] = tuple(values.get(name, default))
         return cls(**values)
 
     @property
