@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,21 @@ def test_a_table_has_the_distances_at_the_best_of_the_tried_rates(
         assert message in refused(distances.main, [*words, *wrong], capsys)
     words[-1] = "localsgd32"
     assert "no record of localsgd32 with 2 ranks" in refused(distances.main, words, capsys)
+
+
+def test_the_pages_tables_of_distances_are_those_of_the_records(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (DATA.parents[1] / "research" / "small_models.md").read_text()
+    command = r"^python -m benchmarks\.convergence\.distances ((?:.*\\\n)*.*)$"
+    commands = re.findall(command, page, re.MULTILINE)
+    assert len(commands) == 2
+    monkeypatch.chdir(DATA.parents[2])
+    for words in commands:
+        assert distances.main(shlex.split(words.replace("\\\n", ""))) == 0
+        _, _, *rows = capsys.readouterr().out.splitlines()
+        for row in rows:  # Methods have shorter names on the page.
+            assert row.partition(" | ")[2].replace("-0.", "−0.") in page, row
 
 
 def test_a_figure_of_divergences_averages_each_kind_of_tensor(tmp_path: Path, capsys: Any) -> None:
