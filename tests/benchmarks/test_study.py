@@ -122,12 +122,12 @@ def test_the_hash_of_a_setting_finds_the_records_of_the_documentation(path: Path
 
 
 def test_a_figure_of_bytes_has_each_methods_best_setting(tmp_path: Path, capsys: Any) -> None:
-    words = [str(DATA / "text_runs.jsonl"), "--methods", "adamw", "every32", "--out"]
+    words = [str(DATA / "text_runs.jsonl"), "--methods", "adamw", "bits4", "--out"]
     assert loss_by_bytes.main([*words, str(tmp_path / "figure.png")]) == 0
     assert (tmp_path / "figure.png").exists()
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "2 adamw lr 0.01 betas (0.9, 0.999): 3.724, 3 seeds"
-    assert shown[3] == "8 every32 lr 0.002 betas (0.9, 0.99): 3.728, 3 seeds"
+    assert shown[3] == "8 bits4 lr 0.003 betas (0.9, 0.99): 3.599, 3 seeds"
     assert "no record of adamw with 3 ranks" in refused(
         loss_by_bytes.main, [*words, "x.png", "--workers", "3"], capsys
     )
