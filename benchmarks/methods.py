@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import datetime
 import importlib.util
+import inspect
 import math
 import os
 import socket
@@ -38,7 +39,9 @@ from hf_dlion.options import Options
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
-BETAS, ADAMW_BETAS = (0.9, 0.98), (0.9, 0.999)  # The defaults of DistributedLion, and of torch.
+# The defaults of DistributedLion, and of torch.
+BETAS: tuple[float, float] = inspect.signature(DistributedLion).parameters["betas"].default
+ADAMW_BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True, kw_only=True)
