@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import datetime
 import importlib.util
-import inspect
 import math
 import os
 import socket
@@ -34,13 +33,12 @@ from torch.optim import AdamW, Optimizer
 from hf_dlion.cli.plan.machine import POWER_RANK
 from hf_dlion.cli.plan.methods import power_numel
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.options import Options
+from hf_dlion.options import BETAS, Options
 
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
 ONE_BUCKET_MB = 1 << 20
-# The defaults of DistributedLion, and of torch.
-BETAS: tuple[float, float] = inspect.signature(DistributedLion).parameters["betas"].default
+# The default of torch.
 ADAMW_BETAS = (0.9, 0.999)
 
 

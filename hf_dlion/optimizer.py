@@ -23,6 +23,7 @@ from hf_dlion.gpu.form import new_warnings, plain_lion
 from hf_dlion.gpu.warm_up import warm_up
 from hf_dlion.guards import Guards
 from hf_dlion.options import (
+    BETAS,
     Aggregation,
     LevelScale,
     Options,
@@ -139,7 +140,7 @@ class DistributedLion(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.98),
+        betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
         *,
         process_group: dist.ProcessGroup | None = None,

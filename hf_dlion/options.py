@@ -21,6 +21,8 @@ Selection = str | Sequence[str] | Selector
 # Parameter groups, which `load_state_dict` replaces.
 Groups = Sequence[Mapping[str, Any]]
 
+# Default betas of Lion.
+BETAS = (0.9, 0.98)
 # Default of bits, and of momentum_sync_bits, in exchanges of local steps.
 LOCAL_BITS = 4
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

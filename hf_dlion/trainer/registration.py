@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.options import BETAS
 from hf_dlion.trainer.arguments import add_name, internal, missing
 from hf_dlion.trainer.optim_args import check_known, parse_optim_args
 from hf_dlion.trainer.patches import install
@@ -16,7 +17,6 @@ logger = logging.get_logger(__name__)
 
 # Defaults of TrainingArguments, which are AdamW's. A run that has them didn't choose them.
 ADAM_BETAS = (0.9, 0.999)
-LION_BETAS = (0.9, 0.98)
 # Trainer runs unattended, and one comparison of replicas in 100 steps costs little.
 COMPARED_STEPS = 100
 
@@ -71,7 +71,7 @@ def optimizer_cls_and_kwargs(
     for k, adam in enumerate((args.adam_beta1, args.adam_beta2)):
         beta = kwargs.pop(f"beta{k + 1}", None)
         if beta is None:
-            beta = LION_BETAS[k] if adam == ADAM_BETAS[k] else adam
+            beta = BETAS[k] if adam == ADAM_BETAS[k] else adam
             if beta != adam:
                 logger.info(f"adam_beta{k + 1}={adam} is AdamW's default; dlion uses {beta}")
         betas.append(beta)
