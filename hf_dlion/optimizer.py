@@ -560,7 +560,7 @@ class DistributedLion(torch.optim.Optimizer):
         that they have here. A period of local steps, the number of exchanges, and abstentions are
         forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
         and ages of rows, from its files. A state with the optimizer's own tensors, which
-        Accelerate's `prepare` loads, keeps all.
+        Accelerate's `prepare` loads, keeps ages and the period.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -579,10 +579,11 @@ class DistributedLion(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        if loading.keeps_all:
+        if loading.keeps_all and not self.state:  # Nothing was loaded.
             return
+        # Also if this rank loaded its own state, which it may have sent to the others.
         self.params.forget_layout()
-        if self.local is not None:
+        if self.local is not None and not (loading.keeps_all and self.local.states):
             self.local.reset()
         self.peers.note_load()
         self.guards.note_load()

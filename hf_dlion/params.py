@@ -10,6 +10,7 @@ import difflib
 import weakref
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -164,6 +165,9 @@ class Params:
         A parameter with a local state counts as trainable, also if it is frozen. One that was
         removed from the groups gets its anchor. With FSDP2 this frees gathered parameters, so the
         next forward gathers what is written.
+
+        Raises:
+            ValueError: If two parameters share memory.
         """
         states = self.local_states
         fsdp.reshard(self.fsdp_models)
@@ -198,6 +202,7 @@ class Params:
                 slots.append(slot := Slot.of(p, group_of[k], fsdp.local_part(p.detach())))
                 slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
+        _check_memory(slots)
         return Layout(key, slots)
 
     def collect(self, layout: Layout) -> bool:
@@ -252,6 +257,18 @@ class Params:
             for name, p in self.named()
             if "divergence" in self.state.get(p, {})
         }
+
+
+def _check_memory(slots: Sequence[Slot]) -> None:
+    """Refuses two parameters in the same memory, of which a step may lose one's move."""
+    parts = [(slot.part, slot.name) for slot in slots if slot.size]
+    places = sorted((part.data_ptr(), part.nbytes, name) for part, name in parts)
+    for (start, size, name), (other, _, other_name) in pairwise(places):
+        if other < start + size:
+            raise ValueError(
+                f"{name!r} and {other_name!r} are two parameters that share memory, and each would "
+                f"overwrite what the other writes: tie them by assigning the same Parameter"
+            )
 
 
 def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:

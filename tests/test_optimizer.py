@@ -21,7 +21,7 @@ from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import plain, single, take_step
+from tests.support.steps import give_gradients, plain, single, take_step
 from tests.support.training import batch, error_of
 
 pytestmark = pytest.mark.multiproc
@@ -225,6 +225,18 @@ def test_a_rank_without_any_gradient_counts_as_abstaining_if_another_has_some(ra
         said = error_of(optimizer.step)
     assert said.startswith("RuntimeError: gradients of rank 1 held a NaN or an Inf in 3 steps in a")
     assert "or were all missing" in said
+
+
+@pytest.mark.parametrize("vote_every", [1, 2])
+@on_ranks(2)
+def test_parameters_that_share_memory_are_refused(rank: int, vote_every: int) -> None:
+    for first, says in ((4, ""), (3, "'a' and 'b' are two parameters that share memory")):
+        memory = torch.ones(8, 64)
+        params = [nn.Parameter(memory[:4]), nn.Parameter(memory[first:].t())]
+        optimizer = DistributedLion(zip("ab", params, strict=True), lr=0.01, vote_every=vote_every)
+        give_gradients(params, rank)
+        assert says in error_of(optimizer.step)
+        assert optimizer.steps == (not says)
 
 
 @on_ranks(2)

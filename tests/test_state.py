@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_dlion.checkpoint import save_momentum
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
@@ -25,8 +28,10 @@ from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, copies, plain, take_step
 from tests.support.training import (
     batch,
+    error_of,
     filled,
     gathered,
+    is_equal_everywhere,
     model_of,
     replicas_of_shards,
     same,
@@ -73,6 +78,18 @@ def test_a_second_training_begins_with_equal_weights_and_on_all_ranks(
     optimizer.detach()
 
 
+@on_ranks(2)
+def test_after_the_end_of_its_process_group_an_optimizer_says_so(rank: int, tmp_path: Path) -> None:
+    group = dist.new_group([0, 1])
+    model, optimizer = plain(process_group=group)
+    take_step(optimizer, model, batch(0, rank))
+    dist.destroy_process_group(group)
+    save = partial(save_momentum, optimizer, tmp_path)
+    for call in (optimizer.step, save, optimizer.synchronize_momentum):
+        said = error_of(call)
+        assert said.startswith("RuntimeError: the process group of this optimizer was destroyed")
+
+
 @pytest.mark.parametrize("same_state", [True, False])
 @on_ranks(2)
 def test_one_momentum_loaded_on_all_ranks_warns_once(rank: int, same_state: bool) -> None:
@@ -98,6 +115,23 @@ def test_an_age_that_torch_made_of_nothing_is_dropped() -> None:
     optimizer.load_state_dict(state)
     assert AGE not in optimizer.state[next(model.parameters())]
     take_step(optimizer, model, batch(1, 0))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(2)
+def test_all_ranks_may_load_what_rank_0_has_sent(rank: int, every: int) -> None:
+    """Rank 0 loads its own tensors, the other rank copies of them, at the end of a period."""
+    model, optimizer = plain(vote_every=every)
+    for step in range(2 * every):
+        take_step(optimizer, model, batch(step, rank))
+    sent = gathered(optimizer.state_dict())[0]
+    optimizer.load_state_dict(optimizer.state_dict() if rank == 0 else sent)
+    with warned() as texts:
+        for step in range(2 * every):
+            take_step(optimizer, model, batch(step, rank))
+    assert optimizer.steps == 4 * every
+    assert is_equal_everywhere(next(model.parameters()))
+    assert ["same momentum" in text for text in texts] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -237,6 +237,14 @@ class Wire:
 
     def _start(self, what: str, collective: Callable[..., Any], *tensors: Tensor) -> Pending:
         try:
+            dist.get_process_group_ranks(self.group)
+        except KeyError:
+            raise RuntimeError(
+                "the process group of this optimizer was destroyed: step and save before "
+                "destroy_process_group(). In a new group, make a new optimizer, and load "
+                "state_dict() of this one"
+            ) from None
+        try:
             work = collective(*tensors, group=self.group, async_op=True)
         except dist.DistError as error:
             raise lost(what, self.group, error) from error

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -108,15 +107,12 @@ class LocalSteps:
 
         Raises:
             RuntimeError: If the model shows common weights.
-            ValueError: If two parameters share memory.
         """
         if self.shown:
             raise RuntimeError(
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
                 "weights that train: leave the block before you step"
             )
-        if layout is not self._met:
-            _check_memory(layout)
         self.next_period = self.period.and_a_step(groups)
 
     def begin_exchange(self, layout: Layout) -> None:
@@ -222,14 +218,3 @@ class LocalSteps:
             if slot.local is not None:
                 slot.local.hide(slot.part)
         self.shown = False
-
-
-def _check_memory(layout: Layout) -> None:
-    slots = [slot for slot in layout.slots if slot.size]
-    places = sorted((slot.p.data_ptr(), slot.p.nbytes, slot.name) for slot in slots)
-    for (start, size, name), (other, _, other_name) in pairwise(places):
-        if other < start + size:
-            raise ValueError(
-                f"{name!r} and {other_name!r} share memory, so each would undo the other's local "
-                f"steps: tie them by assigning the same Parameter, or set vote_every=1"
-            )

@@ -10,7 +10,7 @@ from hf_dlion.optimizer import DistributedLion
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, give_gradients
-from tests.support.training import error_of, everyones, is_equal_everywhere, same
+from tests.support.training import everyones, is_equal_everywhere, same
 
 
 @on_ranks(3)
@@ -54,17 +54,6 @@ def test_a_parameter_that_ranks_use_in_turns_trains(rank: int) -> None:
     assert same([rows[2:], idle], [start[1][2:], start[2]])
     assert all(map(is_equal_everywhere, (turns, rows)))
     assert float(turns.square().sum() / start[0].square().sum()) < 0.6
-
-
-@on_ranks(2)
-def test_parameters_that_share_memory_are_refused(rank: int) -> None:
-    for first, every, says in ((4, 2, ""), (3, 1, ""), (3, 2, "'a' and 'b' share memory")):
-        memory = torch.ones(8, 64)
-        params = [nn.Parameter(memory[:4]), nn.Parameter(memory[first:].t())]
-        optimizer = DistributedLion(zip("ab", params, strict=True), lr=0.01, vote_every=every)
-        give_gradients(params, rank)
-        assert says in error_of(optimizer.step)
-        assert optimizer.steps == (not says)
 
 
 @pytest.mark.parametrize(
