@@ -3,7 +3,7 @@
 Name:      dlion_momentum_{rank}_of_{world_size}.safetensors
 Tensors:   "{k}" is the momentum of parameter k, numbered as in torch's `state_dict()`. "age.{k}"
            is the age of its rows, if one is without a gradient (`core.idle_rows`).
-Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, exchanges
+Metadata:  the header as JSON: save, step, rank, voters, shard, GradScaler, exchanges, weights
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ _OTHER_WEIGHTS: dict[Caller, str] = {
     "loop": "First load the model of the same checkpoint, in the dtype that was trained, and call "
     "optimizer.exchange_now() before you save a model. To continue with the weights that the model "
     "holds, load no momenta",
-    "Trainer": "The folder mixes two saves, or the model has another dtype: resume from another "
-    "checkpoint, or make the model in the dtype that was trained",
+    "Trainer": "The folder mixes two saves, or Trainer didn't load all weights, such as those of "
+    "experts: resume from another checkpoint, or make the model with from_pretrained(checkpoint), "
+    "in the dtype that was trained, before you resume",
     "Accelerate": "The folder mixes two saves, or the model has another dtype: load another "
     "folder, or make the model in the dtype that was trained",
 }
 # Prefix of the keys of ages; the keys of momenta are numbers alone.
 _AGE = "age."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
-_HEADER = "hf_dlion momentum 6"
+_HEADER = "hf_dlion momentum 7"
 
 
 class CheckpointError(RuntimeError):
@@ -93,8 +94,9 @@ class Header:
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
         divergences: Numbers of parameters, and what "auto" measured of their momenta.
-        local: With `vote_every` above 1, the number of "exchanges", and "weights", a hash of the
-            weights after the exchange with which the save began; else None.
+        exchanges: Number of exchanges of local steps.
+        weights: Hash of the rank's weights, with local steps after the exchange with which the
+            save began.
     """
 
     save: str
@@ -105,15 +107,13 @@ class Header:
     shard: list[int] | None
     scaler: dict[str, Any] | None
     divergences: dict[int, float]
-    local: dict[str, Any] | None
+    exchanges: int
+    weights: int
 
     @classmethod
     def of(cls, lion: DistributedLion, save: str, at: Position, scaler: Any) -> Header:
         """Returns the header of a file that a rank writes now."""
         states = [lion.state.get(param, {}) for param in numbered(lion.param_groups)]
-        local = None
-        if lion.local is not None:
-            local = {"exchanges": lion.local.exchanges, "weights": _hash_of_weights(lion)}
         return cls(
             save=save,
             step=lion.steps,
@@ -125,7 +125,8 @@ class Header:
             divergences={
                 k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
             },
-            local=local,
+            exchanges=0 if lion.local is None else lion.local.exchanges,
+            weights=_hash_of_weights(lion),
         )
 
     def to_json(self) -> str:
@@ -141,19 +142,9 @@ class Header:
         """
         values = json.loads(text)
         values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
-        header = cls(**values)
-        _ = header.exchanges, header.weights
-        return header
-
-    @property
-    def exchanges(self) -> int:
-        """Number of exchanges of local steps."""
-        return 0 if self.local is None else int(self.local["exchanges"])
-
-    @property
-    def weights(self) -> int | None:
-        """Hash of the weights after the exchange; None without local steps."""
-        return None if self.local is None else int(self.local["weights"])
+        for name in ("exchanges", "weights"):
+            values[name] = int(values[name])
+        return cls(**values)
 
 
 @dataclass
@@ -161,10 +152,11 @@ class Loaded:
     """A file's content for this rank, on its device.
 
     `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, the age
-    of its rows, and the divergence.
+    of its rows, and the divergence. `warning` is "" if the model holds the weights of the save.
     """
 
     header: Header
+    warning: str = ""
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -200,11 +192,12 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # The folder has the new name.
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):  # Not all file systems can write a folder to the disk.
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # The folder has the new name.
+        finally:
+            os.close(descriptor)
 
 
 def find_file(at: Position, folder: Path, name: str, caller: Caller) -> Path:
@@ -276,8 +269,7 @@ def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
             )
         saved = {key: file.get_tensor(key) for key in keys}
     _check_state(path, header, lion, caller)
-    _check_weights(path, header, lion, caller)
-    loaded = Loaded(header)
+    loaded = Loaded(header, _check_weights(path, header, lion, caller))
     for number, param in enumerate(params):
         if (momentum := saved.get(str(number))) is None:
             continue
@@ -337,16 +329,18 @@ def _check_state(path: Path, header: Header, lion: DistributedLion, caller: Call
         )
 
 
-def _check_weights(path: Path, header: Header, lion: DistributedLion, caller: Caller) -> None:
-    """Refuses momenta of other weights than the model holds, in a run with local steps.
+def _check_weights(path: Path, header: Header, lion: DistributedLion, caller: Caller) -> str:
+    """Returns a warning if the model has other weights than in the save, "" if it has the same.
 
     Raises:
-        CheckpointError: If the model isn't the one of the save.
+        CheckpointError: If it has others, in a run with local steps.
     """
-    if lion.local is not None and header.weights not in (None, _hash_of_weights(lion)):
-        raise CheckpointError(
-            f"{path} belongs to other weights than the model holds. {_OTHER_WEIGHTS[caller]}"
-        )
+    if header.weights == _hash_of_weights(lion):
+        return ""
+    text = f"{path} belongs to other weights than the model holds. {_OTHER_WEIGHTS[caller]}"
+    if lion.local is not None:  # Each rank may hold weights of its own.
+        raise CheckpointError(text)
+    return text
 
 
 def _shard(lion: DistributedLion) -> list[int] | None:

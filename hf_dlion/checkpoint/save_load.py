@@ -132,7 +132,8 @@ def load_momentum(
     another number of ranks saved and either run has nodes, node n uses the file of saved node n
     modulo their number.
 
-    With `vote_every` above 1 the model must hold the weights of the same save.
+    If the model holds other weights than in the save, rank 0 warns, and with `vote_every` above 1
+    all ranks raise.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.
@@ -179,8 +180,9 @@ def load_for(
             f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
         )
     _restore(lion, loaded)
-    if at.rank == 0 and (text := _difference(Path(folder), loaded, at)):
-        warnings.warn(text, stacklevel=3)
+    for text in (loaded.warning, _difference(Path(folder), loaded, at)):
+        if at.rank == 0 and text:
+            warnings.warn(text, stacklevel=3)
     return loaded.header.scaler
 
 

@@ -14,12 +14,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+)
 
 import hf_dlion.trainer.patches as patches
 from hf_dlion import CheckpointError, Disagreement
 from tests.support.spawn import RankPools, on_ranks
 from tests.support.tiny import (
+    VOCABULARY,
     At,
     logged,
     tiny_args,
@@ -135,6 +142,29 @@ def test_momenta_of_another_save_or_none_have_a_remedy_for_trainer(
     dist.barrier()
     with pytest.raises(CheckpointError, match=remedy):
         train_rest(half)
+
+
+@pytest.mark.parametrize("remedied", [False, True])
+@on_ranks(2)
+def test_weights_that_trainer_does_not_load_are_named(
+    rank: int, tmp_path: Path, remedied: bool
+) -> None:
+    """The file has another name for each expert, under which the model doesn't find its own."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    models = []
+    for resume in (None, f"{tmp_path}/checkpoint-{HALF}"):
+        torch.manual_seed(len(models))
+        if models and remedied:
+            models.append(MixtralForCausalLM.from_pretrained(resume, dtype=torch.float32))
+        else:
+            models.append(MixtralForCausalLM(config))
+        with warned() as texts:
+            trained(tiny_args(tmp_path, **LONG), resume=resume, model=models[-1])
+    assert sum("from_pretrained(checkpoint)" in t for t in texts) == (not remedied and rank == 0)
+    assert (weights_digest(models[0]) == weights_digest(models[1])) == remedied
 
 
 @on_ranks(2)
