@@ -21,8 +21,8 @@ from tests.support.forms import form
 from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import give_gradients, plain, single, take_step
-from tests.support.training import batch, error_of
+from tests.support.steps import backward, give_gradients, plain, single, take_step
+from tests.support.training import batch, error_of, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -376,6 +376,32 @@ def test_weights_that_were_moved_elsewhere_free_their_memory(vote_every: int) ->
         old = weakref.ref(param.untyped_storage())
         param.data = param.data.clone()
         assert old() is None, call
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange": "gather", "full_precision": "*bias"},
+        {"exchange": "two_phase", "momentum_sync_every": 2, "momentum_sync": "auto"},
+        {"bits": 4},
+        {"vote_every": 2, "momentum_sync_every": 1},
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_torchs_default_device_changes_nothing(rank: int, options: dict[str, Any]) -> None:
+    """A user sets it to a GPU, for example; nothing that is made on "meta" has values."""
+    pairs = [plain(**options) for _ in range(2)]
+    for step in range(4):
+        for (model, optimizer), device in zip(pairs, ("cpu", "meta"), strict=True):
+            backward(model, batch(step, rank))
+            torch.set_default_device(device)
+            try:
+                optimizer.step()
+                optimizer.exchange_now()
+            finally:
+                torch.set_default_device(None)
+    assert same(*(list(model.parameters()) for model, _ in pairs))
 
 
 @on_ranks(3)

@@ -147,7 +147,7 @@ def active_words(u: Tensor, votes: Tensor | None = None, phase: int = 0) -> Tens
         zeros = zeros[~words[zeros].any(axis=1)]
     if not zeros.size:
         return None
-    active = torch.ones(len(words), dtype=torch.bool)
+    active = torch.ones(len(words), dtype=torch.bool, device=u.device)
     active[torch.from_numpy(zeros)] = False
     return active
 

@@ -176,9 +176,14 @@ class Piece:
 
         Tensors in `numbers` are 0-D and on one device, so a GPU gets one copy for all of them.
         """
-        values = torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers])
-        words = torch.tensor([-(-(stop - start) // WORD) for _, start, stop, _ in self.stretches])
-        counts, size = on_device(words, values.device), self.size // WORD
+        # Not on the default device, which a user may have set to a GPU.
+        device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cpu"))
+        values = torch.stack(
+            [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
+        )
+        words = [-(-(stop - start) // WORD) for _, start, stop, _ in self.stretches]
+        counts = on_device(torch.tensor(words, device="cpu"), values.device)
+        size = self.size // WORD
         return on_device(
             values.repeat_interleave(counts, output_size=size).to(like.dtype), like.device
         )
@@ -212,7 +217,7 @@ class Message:
     @functools.cached_property
     def unpadded(self) -> Tensor:
         """Which words have no padding, bool, shape (W,)."""
-        flags = torch.ones(self.words, dtype=torch.bool)
+        flags = torch.ones(self.words, dtype=torch.bool, device="cpu")
         flags[self.padded] = False
         return flags.to(self.device)
 

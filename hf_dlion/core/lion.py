@@ -166,7 +166,8 @@ def encode(
             words[piece.words] = active
             all_active = False
     if all_active:
-        return Votes(planes, torch.ones(len(message.rows), dtype=torch.bool), message.rows)
+        active = torch.ones(len(message.rows), dtype=torch.bool, device=message.device)
+        return Votes(planes, active, message.rows)
     active = message.rows_with(words)
     planes *= active[message.rows.of_word]
     return Votes(planes, active, message.rows)

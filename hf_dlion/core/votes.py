@@ -43,12 +43,12 @@ class Rows:
     def of_word(self) -> Tensor:
         """Index of each word's row, int32, shape (W,), on `device`."""
         first, end = self._words.start or 0, self._words.stop
-        rows_of, word, row = [torch.zeros(0, dtype=torch.int64)], 0, 0
+        rows_of, word, row = [torch.zeros(0, dtype=torch.int64, device="cpu")], 0, 0
         for row_count, row_words in self.lengths:
             words = row_count * row_words
             start, stop = max(first - word, 0), words if end is None else min(end - word, words)
             if start < stop:
-                rows_of.append(row + torch.arange(start, stop) // row_words)
+                rows_of.append(row + torch.arange(start, stop, device="cpu") // row_words)
             word, row = word + words, row + row_count
         return torch.cat(rows_of).to(torch.int32).to(self.device)
 

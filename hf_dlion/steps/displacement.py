@@ -95,7 +95,7 @@ def _amounts_by_voter(
     everyone = ranks.everyone
     amounts, warnings = _amounts(layout, scale, context)
     anchors = [(slot.name, slot.local.anchor) for slot in layout.slots if slot.local is not None]
-    words = torch.tensor(amounts, dtype=torch.float64).view(torch.int64).tolist()
+    words = torch.tensor(amounts, dtype=torch.float64, device="cpu").view(torch.int64).tolist()
     words.append(digest(checksums([anchor for _, anchor in anchors])))
     if ranks.node is not None:
         tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.compensation)]

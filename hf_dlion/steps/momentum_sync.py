@@ -106,7 +106,7 @@ def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology
         return
     messages, source = messages_of(slots), partial(read_momentum, context=context)
     amounts = SCALE.amounts(slots, messages, source, context)
-    words = torch.tensor(amounts, dtype=torch.float64).view(torch.int64)
+    words = torch.tensor(amounts, dtype=torch.float64, device="cpu").view(torch.int64)
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
     SCALE.set_magnitudes(slots, table.tolist())
     ranks.voters.stats.lap("", messages[0].device)
