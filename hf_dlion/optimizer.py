@@ -579,11 +579,11 @@ class DistributedLion(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        if loading.keeps_all and not self.state:  # Nothing was loaded.
+        if loading.is_own and not self.state:  # Nothing was loaded.
             return
         # Also if this rank loaded its own state, which it may have sent to the others.
         self.params.forget_layout()
-        if self.local is not None and not (loading.keeps_all and self.local.states):
+        if self.local is not None and not (loading.is_own and self.local.states):
             self.local.reset()
         self.peers.note_load()
         self.guards.note_load()

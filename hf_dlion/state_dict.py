@@ -55,7 +55,7 @@ class Loading:
     """A load of torch's `load_state_dict`, which calls `check` before and `complete` after it.
 
     Attributes:
-        keeps_all: Whether the momenta are the optimizer's own, so that no momentum is loaded.
+        is_own: Whether the momenta are the optimizer's own tensors, so that no momentum is loaded.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Loading:
         self._names = [group.get("param_names") for group in groups]
         self._before, self._dtype = dict(states), dtype
         self._saved: list[Mapping[str, Any]] = []
-        self.keeps_all = False
+        self.is_own = False
 
     def check(self, lion: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Checks what the hooks of users have made of a state dict.
@@ -88,7 +88,7 @@ class Loading:
         for param, saved in zip(params, self._saved, strict=False):  # torch compares lengths.
             fsdp.check_placement(param, momentum := saved.get("exp_avg"))
             same = same and momentum is self._before.get(param, {}).get("exp_avg")
-        self.keeps_all = same
+        self.is_own = same
 
     def complete(self, lion: torch.optim.Optimizer) -> None:
         """Gives parameters their names, and momenta their bits; before the hooks of users."""
@@ -96,7 +96,7 @@ class Loading:
             group.pop("param_names", None)
             if passed is not None:
                 group["param_names"] = passed
-        if self.keeps_all:
+        if self.is_own:
             lion.state.update(self._before)
             return
         for param, saved in zip(numbered(lion.param_groups), self._saved, strict=True):
