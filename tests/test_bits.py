@@ -61,14 +61,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "04e1da8c 4d459bc4 7f17ffa5 f2d60fd9",
-    "bfloat16": "01664423 1e7f658d d3ea560a 2b94bde8",
-    "mixed dtypes": "c5b9d244 4deae080 0aec33ec 20e7ea3c",
-    "4 bits": "e0837a4f 4d459bc4 7f17ffa5 64a018d4",
-    "nodes": "0c2c1334 818f27a5 e681be71 5cd2d5ce",
-    "local steps": "54cfa25f 9325e771 41050307 53224e37",
-    "full precision": "45616cd9 acac28b0 d28016fd 4cbeff5e",
-    "FSDP2": "3d417d3c 3f7bc19c 4c3d042a ce4ea5da",
+    "float32": "04e1da8c 4d459bc4 4381db1b f2d60fd9",
+    "bfloat16": "01664423 1e7f658d 3cbc007c 2b94bde8",
+    "mixed dtypes": "c5b9d244 4deae080 fb08ce79 20e7ea3c",
+    "4 bits": "e0837a4f 4d459bc4 b8d707ac 64a018d4",
+    "nodes": "0c2c1334 818f27a5 45386013 5cd2d5ce",
+    "local steps": "54cfa25f 9325e771 01b4eef0 53224e37",
+    "full precision": "45616cd9 acac28b0 ea768bf7 4cbeff5e",
+    "FSDP2": "3d417d3c 3f7bc19c c4aadca6 ce4ea5da",
 }
 
 
