@@ -557,8 +557,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here. A period of local steps, the number of exchanges, and abstentions are
-        forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
+        that they have here. A period of local steps, the number of exchanges, abstentions, and
+        divergences are forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
         and ages of rows, from its files. A state with the optimizer's own tensors, which
         Accelerate's `prepare` loads, keeps ages and the period.
 

@@ -1,7 +1,8 @@
 """The optimizer's state dict: what it has, and what is loaded from one.
 
 kept between two steps                             in                                loaded
-momenta, ages of rows, divergences                 `optimizer.state`                 by rank
+momenta, ages of rows                              `optimizer.state`                 by rank
+divergences                                        `optimizer.state`                 by `checkpoint`
 lr, betas, weight decay, number of steps           `optimizer.param_groups`          yes
 anchors and compensations of a period              `Params.local_states`             no
 steps of the period, number of exchanges           `LocalSteps`                      by rank
@@ -98,6 +99,9 @@ class Loading:
                 group["param_names"] = passed
         if self.is_own:
             lion.state.update(self._before)
+            for state in self._before.values():
+                # Saved states have none, so ranks that loaded this rank's have none, too.
+                state.pop("divergence", None)
             return
         for param, saved in zip(numbered(lion.param_groups), self._saved, strict=True):
             if (state := lion.state.get(param)) is not None:
