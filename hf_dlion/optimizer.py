@@ -316,13 +316,12 @@ class DistributedLion(torch.optim.Optimizer):
             finally:
                 fsdp.reshard(self.params.fsdp_models)  # A forward leaves the root gathered.
             return
-        with self._period_layout() as layout:
-            local.show(layout)
         try:
+            with self._period_layout() as layout:
+                local.show(layout)
             yield
         finally:
-            # An exchange in the block would have ended the period.
-            if self.local is not None and self.local.shown:
+            if local.shown:  # An exchange in the block would have ended the period.
                 with self._period_layout() as layout:
                     local.hide(layout)
 

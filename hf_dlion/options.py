@@ -203,16 +203,17 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
     """Returns the hyperparameters of all groups by name, which must be equal on all ranks.
 
     Raises:
-        ValueError: If a learning rate is negative, infinite, or NaN, or a beta isn't below 1, as a
-            schedule may set them.
+        ValueError: If a learning rate or a weight decay is negative, infinite, or NaN, or a beta
+            isn't below 1, as a schedule may set them.
     """
     found: dict[str, object] = {}
     for number, group in enumerate(groups):
-        if not 0.0 <= float(group["lr"]) < math.inf:
-            raise ValueError(
-                f"lr of group {number} must be finite and at least 0 (got {group['lr']}): check "
-                f"the learning rate's schedule"
-            )
+        for name in ("lr", "weight_decay"):
+            if not 0.0 <= float(group[name]) < math.inf:
+                raise ValueError(
+                    f"{name} of group {number} must be finite and at least 0 (got {group[name]}): "
+                    f"check the schedule that sets it"
+                )
         betas = list(map(float, group["betas"]))
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(

@@ -223,11 +223,12 @@ class Params:
         unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
         is_finite = unscaled and survey(slots)  # No NaN, and no Inf.
         if not self.state and not any([float(group["lr"]) for group in self.groups]):
-            # torch.distributed.checkpoint takes such a step, on gradients of zero, to create the
-            # state. Without gradients no rank votes, and the step isn't counted.
-            for slot in slots:
-                self.flat_momentum(slot.param)
-                if slot.grad is not None and not slot.grad.any():
+            grads = [slot.grad for slot in slots if slot.grad is not None]
+            if not any([bool(grad.any()) for grad in grads]):
+                # torch.distributed.checkpoint takes such a step to create the state. Without
+                # gradients no rank votes, and the step isn't counted.
+                for slot in slots:
+                    self.flat_momentum(slot.param)
                     slot.grad = None
         for slot in slots:
             if slot.grad is not None:

@@ -172,6 +172,7 @@ def test_all_ranks_raise_if_one_differs_or_fails(rank: int, what: str) -> None:
     ("change", "text"),
     [
         ({"lr": math.nan}, r"lr of group 0 must be finite and at least 0 \(got nan\)"),
+        ({"weight_decay": -math.inf}, r"weight_decay of group 0 must be finite and at least 0"),
         ({"betas": (0.9, 1.0)}, r"betas of group 0 must be at least 0 and below 1 \(got \[0.9, 1"),
     ],
 )

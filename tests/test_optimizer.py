@@ -22,7 +22,7 @@ from tests.support.gradients import KINDS, Pair
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
 from tests.support.steps import backward, give_gradients, plain, single, take_step
-from tests.support.training import batch, error_of, same
+from tests.support.training import batch, error_of, model_of, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -385,16 +385,19 @@ def test_weights_that_were_moved_elsewhere_free_their_memory(vote_every: int) ->
         {"exchange": "two_phase", "momentum_sync_every": 2, "momentum_sync": "auto"},
         {"bits": 4},
         {"vote_every": 2, "momentum_sync_every": 1},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16, "vote_every": 2},
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_torchs_default_device_changes_nothing(rank: int, options: dict[str, Any]) -> None:
     """A user sets it to a GPU, for example; nothing that is made on "meta" has values."""
-    pairs = [plain(**options) for _ in range(2)]
+    dtype = options.pop("dtype", torch.float32)
+    pairs = [plain(model_of().to(dtype), **options) for _ in range(2)]
     for step in range(4):
         for (model, optimizer), device in zip(pairs, ("cpu", "meta"), strict=True):
-            backward(model, batch(step, rank))
+            backward(model, batch(step, rank).to(dtype))
             torch.set_default_device(device)
             try:
                 optimizer.step()

@@ -291,6 +291,16 @@ def test_a_rank_without_gradients_does_not_hang_at_the_start_of_a_warm_up(rank: 
     assert optimizer.steps == 2
 
 
+def test_a_zero_gradient_counts_as_one_at_the_start_of_a_warm_up() -> None:
+    """As that of LoRA's A, whose row grows older, though its learning rate is 0."""
+    params = [filled(1.0), filled(1.0)]
+    optimizer = DistributedLion([("A", params[0]), ("B", params[1])], lr=0.0)
+    params[0].grad.zero_()
+    optimizer.step()
+    assert optimizer.steps == 1
+    assert optimizer.state[params[0]][AGE].tolist() == [1]
+
+
 @pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
 def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:

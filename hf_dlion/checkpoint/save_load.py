@@ -132,7 +132,7 @@ def load_momentum(
     another number of ranks saved and either run has nodes, node n uses the file of saved node n
     modulo their number.
 
-    If the model holds other weights than in the save, rank 0 warns, and with `vote_every` above 1
+    If a rank's model holds other weights than in the save, rank 0 warns, and with `vote_every` above 1
     all ranks raise.
 
     Args:
@@ -171,16 +171,19 @@ def load_for(
     with lion.peers.together(Kind.LOAD):
         path = find_file(at, Path(folder), name, caller)
         loaded = read(path, lion, caller)
-    files = _gathered(ranks, (str(path), loaded.header.save))
-    if len({save_id for _, save_id in files}) > 1:
+    values = _gathered(ranks, (str(path), loaded.header.save, loaded.warning))
+    paths, saves, warned = zip(*values, strict=True)
+    if len(set(saves)) > 1:
         by_rank = "; ".join(
-            f"rank {rank}: {path} of save {save_id}" for rank, (path, save_id) in enumerate(files)
+            f"rank {rank}: {path} of save {save_id}"
+            for rank, (path, save_id) in enumerate(zip(paths, saves, strict=True))
         )
         raise CheckpointError(
             f"the ranks' momentum files are from different saves ({by_rank}): {LOAD_OLDER}"
         )
     _restore(lion, loaded)
-    for text in (loaded.warning, _difference(Path(folder), loaded, at)):
+    # Ranks may hold other shards, so the weights of one rank alone may be other ones.
+    for text in (next(filter(None, warned), ""), _difference(Path(folder), loaded, at)):
         if at.rank == 0 and text:
             warnings.warn(text, stacklevel=3)
     return loaded.header.scaler

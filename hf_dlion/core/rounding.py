@@ -43,7 +43,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         random_bits(2 * cut, first, step, seed, stream, out[:cut])
         random_bits(count - 2 * cut, first + 2 * cut, step, seed, stream, out[cut:])
         return out.view(torch.uint16)
-    torch.arange(words, dtype=torch.int32, out=out)
+    torch.arange(words, dtype=torch.int32, device=out.device, out=out)
     out.mul_(_signed(_STEP)).add_(_signed(key_of(first, step, seed, stream)))  # int32 wraps
     # x ^= x >> 16 changes the low half of x, which comes first in memory.
     low_halves, high_halves = out.view(torch.int16)[::2], out.view(torch.int16)[1::2]

@@ -58,9 +58,8 @@ class LocalState:
 
     def hide(self, part: Tensor) -> None:
         """Puts this rank's weights back, and moves them as what was written moved the anchor."""
-        if self.own is None:
+        if (own := self.own) is None:
             return
-        own, self.own = self.own, None
         same = part == self.anchor
         same |= part.isnan() & self.anchor.isnan()  # A NaN differs from itself.
         wide = torch.promote_types(part.dtype, torch.float32)
@@ -74,6 +73,7 @@ class LocalState:
             left = (y - moved).to(part.dtype)
             self.compensation.copy_(torch.where(same, self.compensation, left))
         part.copy_(torch.where(same, own, moved))
+        self.own = None
 
     def fit(self, name: str, part: Tensor) -> None:
         """Gives the tensors the parameter's device, dtype, and strides, which may have changed.
@@ -88,6 +88,8 @@ class LocalState:
                 f"resize parameters"
             )
         self.anchor = fitted(self.anchor, part, part.dtype)
+        if self.own is not None:
+            self.own = fitted(self.own, part, part.dtype)
         if part.dtype not in LOW_PRECISION:
             self.compensation = None
         elif self.compensation is None:

@@ -71,7 +71,6 @@ class LocalSteps:
         exchanges: Number of exchanges that ended a period.
         states: What the period keeps, by parameter; empty between two periods. A parameter that is
             frozen stays there until the next exchange.
-        shown: Whether the model holds the anchors, in `common_weights`.
     """
 
     def __init__(self, vote_every: int, states: dict[Tensor, LocalState]) -> None:
@@ -84,12 +83,17 @@ class LocalSteps:
         """Forgets the period; the model keeps what it holds."""
         self.period = self.next_period = Period()
         self.states.clear()
-        self.exchanges, self.shown = exchanges, False
+        self.exchanges = exchanges
 
     @property
     def steps(self) -> int:
         """Number of steps since the last exchange."""
         return self.period.steps
+
+    @property
+    def shown(self) -> bool:
+        """Whether the model holds anchors, in `common_weights`."""
+        return any([state.own is not None for state in self.states.values()])
 
     def next_kind(self, layout: Layout) -> Kind:
         """Returns what all ranks do next; at a new layout, a local step begins with a header."""
@@ -210,11 +214,9 @@ class LocalSteps:
         for slot in layout.slots:
             if slot.local is not None:
                 slot.local.show(slot.part)
-        self.shown = True
 
     def hide(self, layout: Layout) -> None:
         """Puts this rank's weights back, and moves them with what was written into the anchors."""
         for slot in layout.slots:
             if slot.local is not None:
                 slot.local.hide(slot.part)
-        self.shown = False

@@ -472,6 +472,19 @@ def other_shards(rank: int, world_size: int, folder: str, shape: tuple[int, int]
     return error or " ".join(texts)
 
 
+@on_ranks(2)
+def test_rank_0_warns_of_momenta_of_another_shards_weights(rank: int, tmp_path: Path) -> None:
+    run = sharded(rank, (1, 2))
+    run.train(1)
+    save_momentum(run.lion, tmp_path)
+    if rank == 1:
+        for part in local_parts(list(run.model.parameters())):
+            part.detach().add_(1.0)
+    with warned() as texts:
+        load_momentum(run.lion, tmp_path)
+    assert ["other weights than" in text for text in texts] == [True] * (rank == 0)
+
+
 @multiproc
 @pytest.mark.parametrize("every", [1, 3])
 def test_shards_of_fsdp2_resume_on_equal_shards(

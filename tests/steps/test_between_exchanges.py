@@ -282,6 +282,40 @@ def test_a_look_at_common_weights_changes_nothing(rank: int, dtype: torch.dtype)
     assert same(*ends)
 
 
+@on_ranks(2)
+def test_a_look_that_fails_halfway_changes_nothing(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for the second parameter's copy on rank 1, whose loop goes on."""
+    params = [filled(1.0), filled(1.0)]
+    optimizer = DistributedLion([("a", params[0]), ("b", params[1])], lr=2**-7, vote_every=4)
+    for step in range(4):
+        if step == 2 and rank == 1:
+            show = LocalState.show
+
+            def fail(state: LocalState, part: torch.Tensor) -> None:
+                if state is optimizer.local.states[params[1]]:
+                    raise MemoryError
+                show(state, part)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(LocalState, "show", fail)
+                with pytest.raises(MemoryError), optimizer.common_weights():
+                    pass
+            assert all(bool((p == 1 - 2 * 2**-7).all()) for p in params)
+        optimizer.step()
+    assert all(bool((p == 1 - 4 * 2**-7).all()) for p in params)
+
+
+def test_weights_that_a_look_keeps_follow_the_parameter_to_another_device() -> None:
+    part = torch.ones(64)
+    state = LocalState.of(part)
+    state.show(part)
+    state.fit("w", part.to("meta"))
+    assert state.own is not None
+    assert {state.own.device.type, state.anchor.device.type} == {"meta"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_writes_into_common_weights_reach_the_weights_that_train(
