@@ -29,8 +29,7 @@ from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest, named_ranks
 
-# From this step on, gradients are compared again at each power of two, because a model may be
-# wrapped again without `attach`.
+# Gradients are compared again from this step on.
 COMPARED_FROM = 64
 
 
@@ -209,12 +208,12 @@ class Guards:
             )
 
     def compare_after_changes(self, layout: Layout, ranks: Topology) -> list[str]:
-        """Compares gradients at a new layout, and momenta after a load; returns rank 0's warnings.
+        """Compares gradients, and momenta after a load; returns rank 0's warnings.
 
-        After a change of what is trained the user may have wrapped the model again, and `attach`
-        belongs to the old wrapper. Every rank must call this in the same step. Bytes per rank:
-        32 (N - 1) after a comparison of parameters, 8 (N - 1) more with nodes; 16 (N - 1) after a
-        load.
+        Gradients are compared at a new layout and at powers of two from `COMPARED_FROM` on: the
+        user may have wrapped the model again, and `attach` belongs to the old wrapper. Every rank
+        must call this in the same step. Bytes per rank: 32 (N - 1) for gradients, 8 (N - 1) more
+        with nodes; 16 (N - 1) after a load.
         """
         warnings: list[str] = []
         step = self._params.steps + 1

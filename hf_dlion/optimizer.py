@@ -283,7 +283,7 @@ class DistributedLion(torch.optim.Optimizer):
             layout = self.params.fresh_layout()
             local.begin_exchange(layout)
             self.guards.check_abstentions(self.peers.ranks)
-        agreed = self.peers.header(report, layout)
+        agreed = self.peers.agree(report, layout)
         self.guards.count_exchange(agreed)
         ranks = self.peers.ranks
         if ranks is None or self.peers.voters == 1:
@@ -321,9 +321,8 @@ class DistributedLion(torch.optim.Optimizer):
                 local.show(layout)
             yield
         finally:
-            if local.shown:  # An exchange in the block would have ended the period.
-                with self._period_layout() as layout:
-                    local.hide(layout)
+            with self._period_layout() as layout:
+                local.hide(layout)  # Does nothing if an exchange in the block ended the period.
 
     @contextlib.contextmanager
     def _period_layout(self) -> Iterator[Layout]:
@@ -379,8 +378,8 @@ class DistributedLion(torch.optim.Optimizer):
             if self.local is not None:
                 self.local.begin_step(layout, self.param_groups)
             self._warm_up(layout)
-        # The one meeting of a step: all ranks continue, or all raise.
-        agreed = self.peers.header(report, layout)
+        # All ranks continue, or all raise; a local step has no header, and its rank raises alone.
+        agreed = self.peers.agree(report, layout)
         warnings = self._take(report, layout, agreed)
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
@@ -395,19 +394,19 @@ class DistributedLion(torch.optim.Optimizer):
         else, a rank has a finite gradient   a vote, or plain Lion for one voter
         else                                 nothing, and no step is counted
         """
-        ranks, moves, number = self.peers.ranks, any(agreed.gradient_counts), 0
+        ranks, number, warnings = self.peers.ranks, 0, list[str]()
+        have_gradients = any(agreed.gradient_counts)
         # The first step that is counted needs a gradient, which tells what is trained.
-        is_counted = moves or self.steps > 0 or report.kind is not Kind.STEP
-        local = self.local if self.peers.voters > 1 and is_counted else None
+        is_local = self.peers.voters > 1 and (have_gradients or self.steps > 0)
+        local = self.local if is_local else None
         self.guards.note_comparisons(self.peers.comparisons)
         self.guards.count_abstentions(report, agreed, ranks, is_local=local is not None)
-        warnings: list[str] = []
-        if ranks is not None and report.kind is not Kind.LOCAL_STEP and (local or moves):
+        if ranks is not None and have_gradients and report.kind is not Kind.LOCAL_STEP:
             warnings += self.guards.compare_after_changes(layout, ranks)
         if local is not None and ranks is not None:
             number, more = self._local_step(local, ranks, report.kind, layout, agreed)
             warnings += more
-        elif moves:
+        elif have_gradients:
             number = self._vote(layout, agreed)
         self._run_periodic_tasks(number, layout)
         layout.release()
@@ -419,9 +418,7 @@ class DistributedLion(torch.optim.Optimizer):
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         context = self._context(1)
         self.wire.lap("", layout.device)
-        begins_with_header = kind is Kind.STEP
-        have_met = any(agreed.gradient_counts) or not begins_with_header
-        local.step(layout, context, have_met=have_met)
+        local.step(layout, context, have_gradients=any(agreed.gradient_counts))
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
         if kind is not Kind.EXCHANGE:
@@ -557,9 +554,9 @@ class DistributedLion(torch.optim.Optimizer):
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
         that they have here. A period of local steps, the number of exchanges, abstentions, and
-        divergences are forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
-        and ages of rows, from its files. A state with the optimizer's own tensors, which
-        Accelerate's `prepare` loads, keeps ages and the period.
+        divergences are forgotten; the model keeps what it holds. `load_momentum` brings each rank's
+        own momentum, and ages of rows, from its files. A state with the optimizer's own tensors,
+        which Accelerate's `prepare` loads, keeps ages and the period.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.

@@ -1,7 +1,7 @@
 """An optimizer's parameters: their names, which options select them, and what a step collects.
 
 `Params` reads groups and states of a torch optimizer, whose `load_state_dict` replaces them. The
-layout (`core.layout`) has this rank's local parts, so that nothing else sees FSDP2.
+layout (`core.layout`) has this rank's local parts of what FSDP2 shards.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@ take a local step              nothing; a node by a gather     it raises, the ot
 form nodes or replicas         a meeting in `Topology.form`    all raise
 
 What may fail on one rank alone is in a `with peers.all_or_none(report):` block. Its failure waits
-for the header, `peers.header(report)`, which raises on all ranks. `peers.together(kind)` is both.
+for `peers.agree(report)`, which raises on all ranks. `peers.together(kind)` is both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -27,15 +26,6 @@ from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.local import LocalSteps
-
-# Numbers of the optimizers that this process creates.
-_numbers = itertools.count(1)
-# Blocks of `all_or_none` may have headers inside, as Trainer's save has that of `save_momentum`.
-# What a header raises leaves the block on all ranks, so it must not wait for another header. But if
-# one rank raises the same exception again in a later block, the others don't have it there. So a
-# header notes on its exception, in this attribute, how many blocks had been entered.
-_MET = "_hf_dlion_met"
-_entries = itertools.count(1)
 
 
 class Peers:
@@ -69,7 +59,7 @@ class Peers:
         self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
-        self._created = next(_numbers)
+        self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
         self.comparisons = self._loads = self._attaches = 0
         # A function has another text in every process.
@@ -108,7 +98,7 @@ class Peers:
             )
             if self.replicate is not None:
                 ranks.form()  # A collective.
-            self._meetings = Meetings(ranks.everyone, self._created, ranks.same_parts)
+            self._meetings = Meetings(ranks.everyone, ranks.same_parts)
             self.ranks = ranks
         return self.ranks
 
@@ -116,7 +106,8 @@ class Peers:
     def all_or_none(self, report: Report, *, can_meet: bool = True) -> Iterator[None]:
         """Runs a `with` block on all ranks; a failure waits in the report for the next header.
 
-        If the block raises what an earlier header raised, all ranks have it, and none continues.
+        A header inside the block, as Trainer's save has that of `save_momentum`, raises on all
+        ranks. What it raised leaves the block at once, because no rank reaches the next header.
 
         Args:
             report: This rank's report, which the block completes.
@@ -125,14 +116,17 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
-        entry = next(_entries)
+        self._open.append(report)
         try:
             yield
         except BaseException as error:
-            if self.ranks is None or not can_meet or getattr(error, _MET, 0) > entry:
+            if self.ranks is None or not can_meet or error is report.raised_by_all:
                 raise
             report.failure = error
             fsdp.reshard(self._params.fsdp_models)  # As on the other ranks, for the next forward.
+        finally:
+            self._open.remove(report)
+            report.raised_by_all = None
 
     @contextlib.contextmanager
     def together(self, kind: Kind, *, can_meet: bool = True) -> Iterator[None]:
@@ -149,36 +143,32 @@ class Peers:
         report = Report(kind)
         with self.all_or_none(report, can_meet=can_meet):
             yield
-        self.header(report)
+        self.agree(report)
 
-    def header(self, report: Report, layout: Layout | None = None) -> Agreed:
+    def agree(self, report: Report, layout: Layout | None = None) -> Agreed:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
-        A local step has no header: only the ranks of a node agree on it. `layout` has the tensors
-        of a step or an exchange. Bytes: see `Meetings.agree`.
+        In a local step, it returns what this rank has, and only the ranks of a node communicate.
+        `layout` has the tensors of a step or an exchange. Bytes: see `Meetings.agree`, and with
+        local steps `agree_in_node`.
 
         Raises:
             Disagreement: On every rank, if the ranks differ, or something failed on another rank.
             BaseException: The report's failure.
             LostRank: If another rank ended or stalled.
         """
-        try:
-            return self._agreed(report, layout)
-        except BaseException as error:
-            setattr(error, _MET, next(_entries) if report.kind is not Kind.LOCAL_STEP else 0)
-            raise
-
-    def _agreed(self, report: Report, layout: Layout | None) -> Agreed:
-        local, ranks = self._local, self.ranks
-        if ranks is None:
+        if self.ranks is None:
             hyperparameters(self._params.groups)  # Raises what a schedule must not set.
             return Agreed([report.finite], [report.present])
-        if local is not None:
-            local.drop_gradients(report, layout, ranks.node)
-        if report.kind is Kind.LOCAL_STEP:
-            if report.failure is not None:
-                raise report.failure
-            return Agreed([report.finite], [report.present])
+        if self._local is not None:
+            self._local.drop_gradients(report, layout, self.ranks.node)
+        if report.kind is not Kind.LOCAL_STEP:
+            return self._header(report, layout, self.ranks)
+        if report.failure is not None:
+            raise report.failure
+        return Agreed([report.finite], [report.present])
+
+    def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
         common = Common(self._params.steps)
         try:
             # A save or a load doesn't know the layout; all ranks must reshard.
@@ -192,10 +182,15 @@ class Peers:
         except Exception as error:  # The other ranks wait for a header.
             report = replace(report, failure=report.failure or error)
         assert self._meetings is not None
-        agreed = self._meetings.agree(report, common, self._params.common_parts)
-        self.comparisons += agreed.compared
-        if not ranks.is_formed:
-            ranks.form()  # A collective, which needs the options that were compared.
+        try:
+            agreed = self._meetings.agree(report, common, self._params.common_parts)
+            self.comparisons += agreed.compared
+            if not ranks.is_formed:
+                ranks.form()  # A collective, which needs the options that were compared.
+        except BaseException as error:
+            for block in self._open:
+                block.raised_by_all = error
+            raise
         if report.kind is Kind.STEP and ranks.voters is not ranks.everyone:
             agreed = agreed.by_voter(ranks.voter_of_rank)
         return agreed

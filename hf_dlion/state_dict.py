@@ -1,15 +1,16 @@
 """The optimizer's state dict: what it has, and what is loaded from one.
 
-kept between two steps                             in                                loaded
-momenta, ages of rows                              `optimizer.state`                 by rank
-divergences                                        `optimizer.state`                 by `checkpoint`
-lr, betas, weight decay, number of steps           `optimizer.param_groups`          yes
-anchors and compensations of a period              `Params.local_states`             no
-steps of the period, number of exchanges           `LocalSteps`                      by rank
-names, the layout                                  `Params`                          no
-what the ranks have compared and counted           `Meetings`, `Peers`, `Guards`     no
+kept between two steps                     in                          state dict   momentum file
+momenta                                    `optimizer.state`           rank 0's     each rank's
+ages of rows, divergences                  `optimizer.state`           no           each rank's
+lr, betas, weight decay                    `optimizer.param_groups`    yes          no
+number of steps                            `optimizer.param_groups`    yes          yes
+number of exchanges                        `LocalSteps`                no           yes
+anchors, compensations, steps of a period  `Params`, `LocalSteps`      no           no
+names, the layout                          `Params`                    no           no
+what the ranks have compared and counted   `Meetings`, `Guards`        no           no
 
-"By rank": rank 0's by the state dict, each rank's own by `checkpoint`.
+A save ends the period. A single rank's state dict also has ages. `checkpoint` has the files.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ class Loading:
                 group["param_names"] = passed
         if self.is_own:
             lion.state.update(self._before)
-            for state in self._before.values():
+            for own in self._before.values():
                 # Saved states have none, so ranks that loaded this rank's have none, too.
-                state.pop("divergence", None)
+                own.pop("divergence", None)
             return
         for param, saved in zip(numbered(lion.param_groups), self._saved, strict=True):
             if (state := lion.state.get(param)) is not None:

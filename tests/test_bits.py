@@ -61,14 +61,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "04e1da8c 4d459bc4 4381db1b f2d60fd9",
-    "bfloat16": "01664423 1e7f658d 3cbc007c 2b94bde8",
-    "mixed dtypes": "c5b9d244 4deae080 fb08ce79 20e7ea3c",
-    "4 bits": "e0837a4f 4d459bc4 b8d707ac 64a018d4",
-    "nodes": "0c2c1334 818f27a5 45386013 5cd2d5ce",
-    "local steps": "54cfa25f 9325e771 01b4eef0 53224e37",
-    "full precision": "45616cd9 acac28b0 ea768bf7 4cbeff5e",
-    "FSDP2": "3d417d3c 3f7bc19c c4aadca6 ce4ea5da",
+    "float32": "04e1da8c 4d459bc4 4381db1b b4746c2d",
+    "bfloat16": "01664423 1e7f658d 3cbc007c e8117d1c",
+    "mixed dtypes": "c5b9d244 4deae080 fb08ce79 86a65d3b",
+    "4 bits": "e0837a4f 4d459bc4 b8d707ac d72cce07",
+    "nodes": "0c2c1334 818f27a5 45386013 9598316d",
+    "local steps": "54cfa25f 9325e771 01b4eef0 5113c1b0",
+    "full precision": "45616cd9 acac28b0 ea768bf7 950f6925",
+    "FSDP2": "3d417d3c 3f7bc19c c4aadca6 4e643600",
 }
 
 
@@ -138,7 +138,7 @@ def run(rank: int, ranks: int, name: str, folder: str) -> list[bytes]:
 
 def hashes_of(name: str, folder: str) -> str:
     """Returns the hashes of all ranks together: of weights, momenta, files, and what was sent."""
-    pool = RankPool(RUNS[name][1])  # A new one, because ranks send how many optimizers they made.
+    pool = RankPool(RUNS[name][1])  # A new one, because headers have how many optimizers have met.
     by_rank = pool.run(run, name, folder)
     pool.close()
     together = (hashlib.sha256(b"".join(column)) for column in zip(*by_rank, strict=True))

@@ -136,7 +136,7 @@ def test_bytes_equal_the_formula(rank: int, ranks: int, case: dict[str, Any]) ->
     optimizer = equal_the_definition(rank, ranks, case, [torch.float32], 1, faults=False)
     # Each step begins with a header, and the first one compares layouts, and gradients of attached
     # models and of others.
-    expected = (7 * 64 + 24 + 2 * 16) * (ranks - 1)
+    expected = (7 * 64 + 3 * 16) * (ranks - 1)
     planes = 2 if case.get("ties") == "zero" else 1
     if case.get("aggregation") == "average":
         planes = ranks.bit_length()

@@ -132,8 +132,8 @@ def load_momentum(
     another number of ranks saved and either run has nodes, node n uses the file of saved node n
     modulo their number.
 
-    If a rank's model holds other weights than in the save, rank 0 warns, and with `vote_every` above 1
-    all ranks raise.
+    If a rank's model holds other weights than in the save, rank 0 warns, and with `vote_every`
+    above 1 all ranks raise.
 
     Args:
         optimizer: A DistributedLion, or Accelerate's wrapper of one.

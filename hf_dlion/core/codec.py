@@ -65,7 +65,8 @@ def level_codes(
 
     Args:
         u: Direction, float32 or float64, shape (64 * W,).
-        magnitude: Mean of |u| for each word, dtype of `u`, shape (W,) (Lion Cub's scale).
+        magnitude: What the levels are relative to, for each word, dtype of `u`, shape (W,): the
+            mean of |u| in the word, or as in Lion Cub in the tensor.
         bits: Bits per vote: 2, 4, or 8.
         phase: `StepContext.zero_phase`, which decides the sign of an exact zero with 2 bits.
         out: Output, uint8, shape (2, 64 * W), overwritten; the first row is returned.

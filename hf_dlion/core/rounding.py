@@ -11,7 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
-# Streams of random bits. Voter r adds r to every stream except PARAMETERS.
+# Streams of random bits, one for each kind of tensor. Voter r adds r to every stream except
+# PARAMETERS, and to none in `full_precision`, whose momenta are equal on all voters.
 PARAMETERS, MOMENTA = 0, 1
 COMPENSATIONS, SYNCHRONIZED = 1 << 30, 1 << 31
 
@@ -31,7 +32,7 @@ def random_bits(count: int, first: int, step: int, seed: int, stream: int, out: 
         first: Number of the first element in the layout, even.
         step: Number of the step.
         seed: Seed of the run.
-        stream: Number of the stream, different for each tensor that is rounded in a step.
+        stream: Number of the stream.
         out: Memory of the result, int32, shape (count / 2,), overwritten.
 
     Returns:

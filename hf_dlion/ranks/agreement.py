@@ -42,10 +42,6 @@ _START_EQUAL = (
     "don't load weights on some ranks only, and set max_norm=None in nn.Embedding, which changes "
     "other rows on each rank"
 )
-_OTHER_OPTIMIZER = (
-    "ranks use different optimizers: create and step several DistributedLions in the same order on "
-    "every rank, and create new ones on all ranks together"
-)
 _SAME_STEPS = (
     "Take the same number of steps on every rank, and load the same checkpoint on all ranks"
 )
@@ -84,6 +80,7 @@ class Report:
         finite: Whether all gradients are finite.
         abstained: Number of local steps from which this rank abstained since the last exchange.
         failure: What failed on this rank.
+        raised_by_all: What a header raised on all ranks within the `Peers.all_or_none` block.
     """
 
     kind: Kind
@@ -91,6 +88,7 @@ class Report:
     finite: bool = True
     abstained: int = 0
     failure: BaseException | None = None
+    raised_by_all: BaseException | None = None
 
     @property
     def abstains(self) -> bool:
@@ -116,7 +114,7 @@ class Common:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a meeting found about the gradients of every rank, or of every voter.
+    """What ranks know of one another's gradients: of every rank, of every voter, or of this rank.
 
     `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
     `compared` tells whether the ranks compared their parameters, as at a new layout, and
@@ -158,36 +156,20 @@ class Agreed:
         )
 
 
-@dataclass
-class _Optimizers:
-    """The optimizers of one process group.
-
-    `met` counts those that have met, equal on every rank. `twins` has creation numbers by rank of
-    those that have met, by hashes of layout and values.
-    """
-
-    met: int = 0
-    twins: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
-
-
-_optimizers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Optimizers] = weakref.WeakKeyDictionary()
+# Number of optimizers that have met in a process group, equal on every rank.
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Meetings:
     """Meetings of one optimizer with the same optimizer on the other ranks."""
 
-    def __init__(
-        self, wire: Wire, created: int, same_parts: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, wire: Wire, same_parts: Sequence[Sequence[int]] | None = None) -> None:
         """Doesn't communicate.
 
-        `created` is the number of the optimizer among those that this process created.
         `same_parts` has the groups of ranks that hold the same parts of sharded parameters
         (default: all ranks hold complete parameters).
         """
         self._wire, self._same_parts = wire, same_parts
-        self._optimizers = _optimizers.setdefault(wire.group, _Optimizers())
-        self._created = created
         self._number = 0  # among the optimizers that have met; 0 before the first meeting
         # Hash of the signatures at which the parameters were compared.
         self._compared_signatures: int | None = None
@@ -205,7 +187,7 @@ class Meetings:
         Bytes per rank: 64 * (N - 1) for the header (`ranks.header` has its words). If presence
         differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable parameters. In the
         first step at new signatures in which a rank has a gradient, and in another kind of meeting
-        at them, 24 * (N - 1) more for hashes of `parameters`.
+        at them, 16 * (N - 1) more for a hash of `parameters`.
 
         Raises:
             Disagreement: On every rank, if ranks differ or something failed on another rank.
@@ -225,7 +207,10 @@ class Meetings:
             abstained=report.abstained if report.kind is Kind.EXCHANGE else 0,
         )  # fmt: skip
         if len(set(numbers)) > 1:
-            raise Disagreement(_OTHER_OPTIMIZER)
+            raise Disagreement(
+                "ranks use different optimizers: step several DistributedLions in the same order "
+                "on every rank, and create new ones on all ranks together"
+            )
         if len(set(steps)) > 1:
             raise Disagreement(
                 f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
@@ -282,26 +267,10 @@ class Meetings:
 
     def _compare_parameters(self, signatures: int, parameters: Parameters) -> None:
         """Checks that parameters are equal at new signatures, and numbers a new optimizer."""
-        hashes, created = compare_parameters(
-            parameters, self._wire, self._same_parts, _START_EQUAL, number=self._created
-        )
+        compare_parameters(parameters, self._wire, self._same_parts, _START_EQUAL)
         if not self._number:
-            self._check_order(created, (signatures, *hashes))
-            self._optimizers.met += 1
-            self._number = self._optimizers.met
+            self._number = _met[self._wire.group] = _met.get(self._wire.group, 0) + 1
         self._compared_signatures = signatures
-
-    def _check_order(self, created: list[int], key: tuple[int, ...]) -> None:
-        """Checks that optimizers with equal parameters were created in one order on all ranks.
-
-        `created` has the creation number of this optimizer by rank, and `key` is equal for twins.
-        """
-        twins = self._optimizers.twins.setdefault(key, [])
-        for twin in twins:
-            is_later = [this > other for this, other in zip(created, twin, strict=True)]
-            if any(is_later) != all(is_later):
-                raise Disagreement(_OTHER_OPTIMIZER)
-        twins.append(created)
 
     def _presence(self, hashes: Sequence[int]) -> list[list[bool]]:
         """Returns which trainable parameters have a gradient, by rank."""

@@ -50,14 +50,12 @@ def compare_parameters(
     remedy: str,
     *,
     when: str = "",
-    number: int = 0,
-) -> tuple[list[int], list[int]]:
+) -> None:
     """Verifies that parameters are bitwise equal; every rank must call this.
 
     `named` returns names and parameters, frozen ones included, with this rank's parts of sharded
-    ones. `same_parts` has the groups of ranks that hold the same parts, None if all ranks do. The
-    result is the hash of all parameters and the `number` of each rank. Bytes per rank:
-    24 * (N - 1), and a `gather_objects` of all names and hashes if ranks differ.
+    ones. `same_parts` has the groups of ranks that hold the same parts, None if all ranks do. Bytes
+    per rank: 16 * (N - 1), and a `gather_objects` of all names and hashes if ranks differ.
 
     Raises:
         Disagreement: On every rank, with the first parameter that differs and the ranks in the
@@ -72,8 +70,8 @@ def compare_parameters(
             entries.append((name, f"{tuple(param.shape)} {param.dtype}", value))
     except Exception as error:  # The other ranks wait for a hash.
         failure = error
-    words = [failure is not None, digest(entries), number]
-    failed, hashes, numbers = wire.gather_words(words, "a hash of parameters").t().tolist()
+    words = [failure is not None, digest(entries)]
+    failed, hashes = wire.gather_words(words, "a hash of parameters").t().tolist()
     if any(failed):
         raise_together(failure, wire, "the comparison of parameters")
     compared = same_parts or [range(wire.world_size)]
@@ -83,7 +81,6 @@ def compare_parameters(
         ranks, tables = different[0], wire.gather_objects(entries)
         difference = _difference(ranks, [tables[rank] for rank in ranks], wire)
         raise Disagreement(f"replicas differ{when} in {difference}. {remedy}")
-    return hashes, numbers
 
 
 def _difference(ranks: Sequence[int], tables: Sequence[Sequence[Any]], wire: Wire) -> str:

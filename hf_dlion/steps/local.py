@@ -99,7 +99,7 @@ class LocalSteps:
         """Returns what all ranks do next; at a new layout, a local step begins with a header."""
         if self.period.steps + 1 >= self.vote_every:
             return Kind.EXCHANGE
-        # `step` notes that they have met, so a voter that is alone takes a plain step every time.
+        # `step` notes a meeting, so a voter that is alone takes a plain step every time.
         return Kind.LOCAL_STEP if layout is self._met else Kind.STEP
 
     def forget_meeting(self) -> None:
@@ -152,13 +152,12 @@ class LocalSteps:
         period = self.next_period if kind is Kind.EXCHANGE else self.period
         return {HISTORY: period.history}
 
-    def step(self, layout: Layout, context: StepContext, *, have_met: bool) -> None:
+    def step(self, layout: Layout, context: StepContext, *, have_gradients: bool) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
 
-        The first step of a period keeps anchors. Later, a parameter gets one after a header, which
-        has found equal weights on all ranks. `have_met` tells whether they have compared them at
-        this layout, which they don't while no rank has a gradient; if not, the next step begins
-        with a header, too.
+        The first step of a period keeps anchors. Later, a parameter gets one after a header, in
+        which the ranks compare weights if one has a gradient. If at a new layout none has one
+        (`have_gradients`), the next step begins with a header, too.
         """
         lrs = [float(group["lr"]) for group in context.groups]
         shrink = [
@@ -174,7 +173,9 @@ class LocalSteps:
             slot.moving = None if slot.grad is None else slot.p
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        self.period, self._met = self.next_period, layout if have_met else None
+        self.period = self.next_period
+        if layout is not self._met:
+            self._met = layout if have_gradients else None
 
     def exchange(
         self,
