@@ -199,8 +199,8 @@ def variants(rank: int, _: int, dtypes: list[torch.dtype], options: dict[str, An
         assert variant in seen[False], f"{variant} is compiled after a header"
         launch(kernel, device, programs, *given)
 
-    headers = mock.patch.object(Peers, "header", autospec=True, side_effect=Peers.header)
-    with form("kernels"), headers as met:
+    agreed = mock.patch.object(Peers, "agree", autospec=True, side_effect=Peers.agree)
+    with form("kernels"), agreed as met:
         launch = launches.launch
         with mock.patch.object(launches, "launch", noted):
             kinds = [(dtype, shape) for dtype in dtypes for shape in [(2, 64), (5,)]]
