@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dlion.core.layout import Message
+from hf_dlion.core.votes import Verdict, Votes
+
 # Words of a message that `agreement` and `remainder` look at.
 SAMPLE = 1024
 
@@ -37,8 +40,7 @@ class WireStats:
         sample: Words of this rank's votes and planes of the verdict in the last exchange, int64,
             and whether this rank voted there; None before the first exchange, with more than one
             bit, and with aggregation="average".
-        drift: With local steps, sums over a sample of each message of the last exchange, see
-            `steps.displacement`.
+        drift: With local steps, sums of `note_displacements` for each message of the last exchange.
     """
 
     bytes_sent: int = 0
@@ -72,6 +74,24 @@ class WireStats:
                 seconds = begun.elapsed_time(ended) / 1e3 if is_gpu else ended - begun
                 setattr(self, name, getattr(self, name) + seconds)
             del self._marks[0]
+
+    def note_votes(self, message: Message, votes: Votes, verdict: Verdict) -> None:
+        """Notes the first words of the layout's first message, for `agreement`."""
+        if message.pieces[0].first == 0:
+            voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
+            voting &= message.unpadded[:SAMPLE]
+            planes = verdict.planes[:, :SAMPLE].clone()
+            self.sample = votes.planes[0, :SAMPLE].clone(), planes, voting
+
+    def note_displacements(self, w: Tensor, d: Tensor, sent: Tensor) -> None:
+        """Notes sums over elements that this rank moved by w, for `agreement` and `remainder`.
+
+        They are the sums of sign(w) * sign(d), of 1, of |w - sent|, and of |w|, where this rank
+        sent `sent`, and d is the mean of what all voters sent.
+        """
+        sign = w.sign()  # 0 in padding and in rows that abstain
+        terms = sign * d.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
+        self.drift.append(torch.stack([term.sum(dtype=torch.float64) for term in terms]))
 
     @property
     def agreement(self) -> float:

@@ -198,15 +198,5 @@ def move_by_mean(message: Message, context: StepContext, stats: WireStats, mean:
     """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
     moving = [piece for piece in message.pieces if piece.has(Field.MOVING)]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
-        stats.drift.append(_drift(displacement(head, context), mean.of(head), mean.sent(head)))
+        stats.note_displacements(displacement(head, context), mean.of(head), mean.sent(head))
     form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)
-
-
-def _drift(w: Tensor, d: Tensor, sent: Tensor) -> Tensor:
-    """Returns sums over the elements that this rank moved, for `WireStats`: float64, shape (4,).
-
-    They are the sums of sign(w) * sign(d), of 1, of |w - sent|, and of |w|.
-    """
-    sign = w.sign()  # 0 in padding and in rows that abstain
-    terms = sign * d.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
-    return torch.stack([term.sum(dtype=torch.float64) for term in terms])

@@ -15,10 +15,8 @@ from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout, Message
 from hf_dlion.core.lion import set_mean_magnitudes
 from hf_dlion.core.rule import Majority, Rule, rule_of
-from hf_dlion.core.votes import Verdict, Votes
 from hf_dlion.gpu import form
 from hf_dlion.ranks.routes import Task, in_lockstep, verdict_of
-from hf_dlion.ranks.stats import SAMPLE, WireStats
 from hf_dlion.ranks.topology import Topology
 
 
@@ -39,15 +37,6 @@ def vote_on_message(message: Message, context: StepContext, rule: Rule, ranks: T
     verdict = yield from verdict_of(votes, rule, context, ranks)
     stats.lap("exchange_s", message.device)
     if context.bits == 1 and isinstance(rule, Majority):
-        _note_sample(message, votes, verdict, stats)
+        stats.note_votes(message, votes, verdict)
     step.move(verdict, rule)
     stats.lap("apply_s", message.device)
-
-
-def _note_sample(message: Message, votes: Votes, verdict: Verdict, stats: WireStats) -> None:
-    """Notes the first words of the first message, for `WireStats.agreement`."""
-    if message.pieces[0].first == 0:
-        voting = votes.active.to(message.device)[votes.rows.of_word[:SAMPLE]]
-        voting &= message.unpadded[:SAMPLE]
-        planes = verdict.planes[:, :SAMPLE].clone()
-        stats.sample = votes.planes[0, :SAMPLE].clone(), planes, voting
