@@ -234,7 +234,7 @@ class DistributedLion(torch.optim.Optimizer):
             if sharded not in self.params.fsdp_models:
                 self.params.fsdp_models.append(sharded)
         else:
-            if self.local is not None and self.local.states and not self.local.shown:
+            if self.local is not None and self.local.states and not self.local.shows_anchors():
                 self.guards.check_wrapper(model)
             ddp.attach(model, self)
         self._note_attach()
@@ -310,7 +310,7 @@ class DistributedLion(torch.optim.Optimizer):
             ...     pass  # evaluate the model
         """
         local = self.local
-        if local is None or not local.states or local.shown:
+        if local is None or not local.states or local.shows_anchors():
             try:
                 yield
             finally:
@@ -321,8 +321,9 @@ class DistributedLion(torch.optim.Optimizer):
                 local.show(layout)
             yield
         finally:
-            with self._period_layout() as layout:
-                local.hide(layout)  # Does nothing if an exchange in the block ended the period.
+            if local.shows_anchors():  # An exchange in the block would have ended the period.
+                with self._period_layout() as layout:
+                    local.hide(layout)
 
     @contextlib.contextmanager
     def _period_layout(self) -> Iterator[Layout]:
@@ -418,7 +419,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         context = self._context(1)
         self.wire.lap("", layout.device)
-        local.step(layout, context, have_gradients=any(agreed.gradient_counts))
+        have_met = kind is not Kind.STEP or any(agreed.gradient_counts)
+        local.step(layout, context, have_met=have_met)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
         if kind is not Kind.EXCHANGE:

@@ -160,13 +160,19 @@ class Peers:
         if self.ranks is None:
             hyperparameters(self._params.groups)  # Raises what a schedule must not set.
             return Agreed([report.finite], [report.present])
-        if self._local is not None:
-            self._local.drop_gradients(report, layout, self.ranks.node)
-        if report.kind is not Kind.LOCAL_STEP:
-            return self._header(report, layout, self.ranks)
-        if report.failure is not None:
-            raise report.failure
-        return Agreed([report.finite], [report.present])
+        try:
+            if self._local is not None:
+                self._local.drop_gradients(report, layout, self.ranks.node)
+            if report.kind is not Kind.LOCAL_STEP:
+                return self._header(report, layout, self.ranks)
+            if report.failure is not None:
+                raise report.failure
+            return Agreed([report.finite], [report.present])
+        except BaseException as error:
+            if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks don't raise.
+                for block in self._open:
+                    block.raised_by_all = error
+            raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
         common = Common(self._params.steps)
@@ -182,15 +188,10 @@ class Peers:
         except Exception as error:  # The other ranks wait for a header.
             report = replace(report, failure=report.failure or error)
         assert self._meetings is not None
-        try:
-            agreed = self._meetings.agree(report, common, self._params.common_parts)
-            self.comparisons += agreed.compared
-            if not ranks.is_formed:
-                ranks.form()  # A collective, which needs the options that were compared.
-        except BaseException as error:
-            for block in self._open:
-                block.raised_by_all = error
-            raise
+        agreed = self._meetings.agree(report, common, self._params.common_parts)
+        self.comparisons += agreed.compared
+        if not ranks.is_formed:
+            ranks.form()  # A collective, which needs the options that were compared.
         if report.kind is Kind.STEP and ranks.voters is not ranks.everyone:
             agreed = agreed.by_voter(ranks.voter_of_rank)
         return agreed

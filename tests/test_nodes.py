@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.header import Disagreement, Kind
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import attached, backward, plain, take_step
@@ -100,6 +100,23 @@ def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
     else:
         optimizer.attach(ddp)
     optimizer.detach()
+
+
+@on_ranks(2, timeout=30)
+def test_a_save_that_fails_on_one_rank_of_a_node_raises_on_both(rank: int) -> None:
+    """Fails before the inner block, as Trainer's save may, and both ranks go on."""
+    ddp, optimizer = attached(local_group=2, vote_every=2)
+    take_step(optimizer, ddp, batch(0, rank))
+    with (
+        pytest.raises(OSError if rank == 1 else Disagreement, match="full" if rank else "saves"),
+        optimizer.peers.together(Kind.SAVE),
+    ):
+        if rank == 1:
+            raise OSError("full")
+        with optimizer.peers.together(Kind.WEIGHTS):
+            pass
+    take_step(optimizer, ddp, batch(1, rank))
+    assert optimizer.steps == 2
 
 
 @pytest.mark.parametrize(

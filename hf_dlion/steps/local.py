@@ -90,9 +90,8 @@ class LocalSteps:
         """Number of steps since the last exchange."""
         return self.period.steps
 
-    @property
-    def shown(self) -> bool:
-        """Whether the model holds anchors, in `common_weights`."""
+    def shows_anchors(self) -> bool:
+        """Returns whether the model holds anchors, in `common_weights`."""
         return any([state.own is not None for state in self.states.values()])
 
     def next_kind(self, layout: Layout) -> Kind:
@@ -112,7 +111,7 @@ class LocalSteps:
         Raises:
             RuntimeError: If the model shows common weights.
         """
-        if self.shown:
+        if self.shows_anchors():
             raise RuntimeError(
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
                 "weights that train: leave the block before you step"
@@ -121,7 +120,7 @@ class LocalSteps:
 
     def begin_exchange(self, layout: Layout) -> None:
         """Prepares an exchange without a step, which puts this rank's weights into the model."""
-        if self.shown:
+        if self.shows_anchors():
             self.hide(layout)
         self.next_period = self.period
 
@@ -152,12 +151,12 @@ class LocalSteps:
         period = self.next_period if kind is Kind.EXCHANGE else self.period
         return {HISTORY: period.history}
 
-    def step(self, layout: Layout, context: StepContext, *, have_gradients: bool) -> None:
+    def step(self, layout: Layout, context: StepContext, *, have_met: bool) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
 
-        The first step of a period keeps anchors. Later, a parameter gets one after a header, in
-        which the ranks compare weights if one has a gradient. If at a new layout none has one
-        (`have_gradients`), the next step begins with a header, too.
+        The first step of a period keeps anchors. Later, a parameter gets one after a header, which
+        has found equal weights on all ranks. `have_met`, equal on all ranks, is False if a header
+        compared no weights because no rank had a gradient; the next step then has one, too.
         """
         lrs = [float(group["lr"]) for group in context.groups]
         shrink = [
@@ -173,9 +172,7 @@ class LocalSteps:
             slot.moving = None if slot.grad is None else slot.p
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        self.period = self.next_period
-        if layout is not self._met:
-            self._met = layout if have_gradients else None
+        self.period, self._met = self.next_period, layout if have_met else None
 
     def exchange(
         self,

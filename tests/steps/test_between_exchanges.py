@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -314,6 +315,37 @@ def test_weights_that_a_look_keeps_follow_the_parameter_to_another_device() -> N
     state.fit("w", part.to("meta"))
     assert state.own is not None
     assert {state.own.device.type, state.anchor.device.type} == {"meta"}
+
+
+@pytest.mark.parametrize("what", ["a closure", "a cast", "a freeze"])
+@on_ranks(2)
+def test_ranks_agree_on_the_next_header_after_a_new_layout(rank: int, what: str) -> None:
+    """In a closure, or on rank 0 alone before an exchange, while gradients are NaN."""
+    model, optimizer = plain(vote_every=4)
+    model[2].requires_grad_(what != "a closure")
+
+    def closure() -> float:
+        if what == "a closure" and step == 1:
+            model[2].requires_grad_(True)
+        backward(model, batch(step, rank))
+        if (what == "a closure" and step == 1 and rank == 1) or (what == "a cast" and step > 3):
+            next(model.parameters()).grad.fill_(math.nan)
+        return 0.0
+
+    for step in range(12):
+        if what == "a cast" and step == 7 and rank == 0:
+            with optimizer.common_weights():
+                model.double()
+            model.float()
+        if what == "a freeze" and step == 6:
+            with optimizer.common_weights() if rank == 0 else contextlib.nullcontext():
+                optimizer.exchange_now()
+                model[2].requires_grad_(rank == 1)
+            model[2].requires_grad_(True)
+        optimizer.step(closure)
+    optimizer.exchange_now()
+    assert optimizer.steps == 12
+    assert all(map(is_equal_everywhere, model.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -239,7 +239,7 @@ def _local_work(param: Tensor) -> Calls:
     layout, local, bits = _layout_of([param]), LocalSteps(2, {}), LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
-    local.step(layout, context, have_gradients=True)
+    local.step(layout, context, have_met=True)
     (slot,), source = layout.slots, partial(displacement, context=context)
     slot.magnitude = 1.0
     sent: list[Votes] = []
@@ -266,7 +266,7 @@ def _local_work(param: Tensor) -> Calls:
             apply_mean(message, context, mean)
 
     return {
-        "local step": partial(local.step, layout, context, have_gradients=True),
+        "local step": partial(local.step, layout, context, have_met=True),
         "encode displacement": encode_displacement,
         "end period": end_period,
         "momenta": average_momenta,
