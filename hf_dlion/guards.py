@@ -29,7 +29,7 @@ from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest, named_ranks
 
-# Gradients are compared again from this step on.
+# Gradients are compared again at each power of two from this step on.
 COMPARED_FROM = 64
 
 
