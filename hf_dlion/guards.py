@@ -39,8 +39,6 @@ class Guards:
     Attributes:
         momenta_equal: Whether momenta of averaged gradients are known to be equal on all
             voters. It changes on all of them together, unlike a layout.
-        local_abstentions: Number of local steps from which this rank abstained since the last
-            exchange.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Guards:
         self._params, self._options, self._stats = params, options, stats
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
-        self._comparisons = self.local_abstentions = 0
+        self._comparisons = 0
         self._attached: Layout | None = None  # The layout for which `attach` was called as needed.
         self._abstained: list[int] = []  # Consecutive steps in which each rank abstained.
 
@@ -163,17 +161,14 @@ class Guards:
 
         In a local step (`is_local`) each rank counts only its own, because they don't communicate:
         a step without a gradient counts whether or not another rank has one. A later step checks
-        the count, and the exchange adds those of all ranks to `WireStats.abstentions`.
+        the count, and the header of the exchange adds those of all ranks to `WireStats`.
 
         Raises:
             RuntimeError: If a rank abstained in as many consecutive steps as the limit.
         """
         if ranks is not None and is_local:
-            self.local_abstentions = report.abstained
             votes = [True] * ranks.everyone.world_size
             votes[ranks.everyone.rank] = not report.abstains
-            if report.kind is Kind.EXCHANGE:
-                self.count_exchange(agreed)
         else:
             voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
             votes = [agreed.votes[voter] for voter in voter_of_rank]
@@ -188,11 +183,6 @@ class Guards:
         ]
         if self._options.vote_every == 1:  # Otherwise counts may differ between ranks.
             self.check_abstentions(ranks)
-
-    def count_exchange(self, agreed: Agreed) -> None:
-        """Counts the local steps from which ranks abstained in the period that ends."""
-        self._stats.abstentions += agreed.abstained
-        self.local_abstentions = 0
 
     def check_abstentions(self, ranks: Topology | None) -> None:
         """Raises RuntimeError if a rank abstained in as many consecutive steps as the limit."""

@@ -110,8 +110,9 @@ class DistributedLion(torch.optim.Optimizer):
         momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16, or torch.float16
             (default: None, which means each parameter's dtype).
         seed: Seed of the stochastic rounding, equal on every rank (default: 0).
-        max_abstained_steps: Number of consecutive steps with a NaN or an Inf in a rank's gradients,
-            or without any, after which all ranks raise; until then the rank abstains (default: 20).
+        max_abstained_steps: Number of consecutive steps from which a rank abstains, because its
+            gradients hold a NaN or an Inf, or it alone has none, after which all ranks raise
+            (default: 20). In local steps, having none counts on every rank.
         check_replicas_every: Number of steps between comparisons of a hash of all parameters
             (default: 0, which means never). Like `momentum_sync_every`, it counts exchanges if
             `vote_every` is above 1.
@@ -249,6 +250,7 @@ class DistributedLion(torch.optim.Optimizer):
         With `vote_every` above 1, the model then holds the weights of the last exchange. Call
         `exchange_now` first to keep the steps since then.
         """
+        fsdp.reshard(self.params.fsdp_models)  # So the next forward gathers what is written.
         ddp.detach(self)
         self._note_attach()
         if self.local is not None:
@@ -278,13 +280,12 @@ class DistributedLion(torch.optim.Optimizer):
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
                 )
             return
-        report, layout = Report(Kind.EXCHANGE, abstained=self.guards.local_abstentions), Layout()
+        report, layout = Report(Kind.EXCHANGE), Layout()
         with self.peers.all_or_none(report):
             layout = self.params.fresh_layout()
             local.begin_exchange(layout)
             self.guards.check_abstentions(self.peers.ranks)
         agreed = self.peers.agree(report, layout)
-        self.guards.count_exchange(agreed)
         ranks = self.peers.ranks
         if ranks is None or self.peers.voters == 1:
             return
@@ -374,10 +375,9 @@ class DistributedLion(torch.optim.Optimizer):
                 layout = self.params.fresh_layout()
             report.finite = self.params.collect(layout)
             report.present = [slot.grad is not None for slot in layout.slots]
-            report.abstained = self.guards.local_abstentions + report.abstains
             self.guards.check(layout, report, self.peers.ranks)
             if self.local is not None:
-                self.local.begin_step(layout, self.param_groups)
+                self.local.begin_step(self.param_groups, abstains=report.abstains)
             self._warm_up(layout)
         # All ranks continue, or all raise; a local step has no header, and its rank raises alone.
         agreed = self.peers.agree(report, layout)
@@ -432,7 +432,7 @@ class DistributedLion(torch.optim.Optimizer):
         context, ranks = self._context(1), self.peers.ranks
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.gradient_counts, strict=True):
-            slot.moving = slot.p if count else None
+            slot.moves = count > 0
         if ranks is None or self.peers.voters == 1:
             context.age_rows(layout.slots)
             plain_lion(layout.all_messages, context)

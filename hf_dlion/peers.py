@@ -21,7 +21,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
-from hf_dlion.ranks.agreement import FROZEN, Agreed, Common, Meetings, Report
+from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Common, Meetings, Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
@@ -181,8 +181,10 @@ class Peers:
             known = layout or self._params.fresh_layout()
             values = self._equal_values(report.kind, known)
             common = replace(common, values=values, signatures=known.signatures)
-            if report.kind is Kind.EXCHANGE:
-                report = replace(report, present=[slot.moved_in_period for slot in known.slots])
+            if self._local is not None and report.kind is Kind.EXCHANGE:
+                moved = [slot.moved_in_period for slot in known.slots]
+                abstained = self._local.next_period.abstained
+                report = replace(report, present=moved, abstained=abstained)
             if layout is None:
                 known.release()
         except Exception as error:  # The other ranks wait for a header.
@@ -190,6 +192,7 @@ class Peers:
         assert self._meetings is not None
         agreed = self._meetings.agree(report, common, self._params.common_parts)
         self.comparisons += agreed.compared
+        self.stats.abstentions += agreed.abstained
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if report.kind is Kind.STEP and ranks.voters is not ranks.everyone:
@@ -206,11 +209,13 @@ class Peers:
             "calls of attach and detach": self._attaches,
         }
         if local is not None:
-            equal |= local.equal_values(kind)
+            period = local.period_of(kind)
+            equal["exchanges"] = local.exchanges
+            equal["steps since the last exchange"] = period.steps
             equal[FROZEN] = sorted(n for n, p in self._params.named() if not p.requires_grad)
         equal |= hyperparameters(self._params.groups)
         if local is not None:  # Last: an error names the first difference.
-            equal |= local.equal_history(kind)
+            equal[HISTORY] = period.history
         if callable(self._options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in layout.slots]
         if self._options.momentum_sync == "auto":

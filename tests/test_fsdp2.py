@@ -72,6 +72,19 @@ def test_two_replicas_of_two_shards_equal_the_definition(rank: int, every: int) 
     optimizer.attach(model)  # Though the root is gathered.
 
 
+@on_ranks(4)
+def test_detach_within_a_period_leaves_the_common_weights_of_a_gathered_model(rank: int) -> None:
+    model, optimizer = sharded(2, 2, vote_every=8)
+    common = model(batch(0, 0)).detach()
+    for step in range(3):
+        backward(model, batch(step, rank))
+        optimizer.step()
+    with torch.no_grad():
+        assert not torch.equal(model(batch(0, 0)), common)  # leaves the root gathered
+        optimizer.detach()
+        assert torch.equal(model(batch(0, 0)), common)
+
+
 @on_ranks(2)
 def test_complete_momenta_of_sharded_parameters_are_refused() -> None:
     """Each shard would continue with the first rows; and sharded momenta of complete parameters."""

@@ -143,7 +143,7 @@ class Votes(Workers):
         rule = rule_of(options, ranks)
         votes = [self._encoded(*worker) for worker in enumerate(self._grads)]
         for slot, *grads in zip(self._layout.slots, *self._grads, strict=True):
-            slot.moving = None if all(grad is None for grad in grads) else slot.p
+            slot.moves = any(grad is not None for grad in grads)
         for message, *everyone in zip(self._layout.messages, *votes, strict=True):
             voters = torch.stack([vote.active for vote in everyone]).sum(dim=0)
             planes, by_word = [list(vote.planes) for vote in everyone], message.rows.by_word(voters)

@@ -309,7 +309,8 @@ class Layout:
         """Forgets tensors whose memory the user may free between two steps."""
         for slot in self.slots:
             slot.part = slot.p = NO_TENSOR
-            slot.moving = slot.grad = slot.momentum = None
+            slot.moves = False
+            slot.grad = slot.momentum = slot.idle = slot.old = slot.local = None
 
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
         """Drops gradients and momenta of tensors on which this rank's voter abstains.

@@ -114,7 +114,7 @@ class Slot:
         param: The model's parameter, a DTensor with FSDP2.
         part: This rank's part of the parameter, with its shape.
         p: The weights in the model, `part` in memory order.
-        moving: `p` if this step moves it, which `core.lion` and kernels do; None otherwise.
+        moves: Whether this step moves it, which `core.lion` and kernels do.
         grad: Gradient, changed only by unscaling; None if this rank's voter abstains.
         momentum: Momentum of `grad`, changed in place.
         idle: Rows of `grad` that are zero, bool, shape (R,); None if none is.
@@ -135,7 +135,7 @@ class Slot:
     param: Tensor = NO_TENSOR
     part: Tensor = NO_TENSOR
     p: Tensor = NO_TENSOR
-    moving: Tensor | None = None
+    moves: bool = False
     grad: Tensor | None = None
     momentum: Tensor | None = None
     idle: Tensor | None = None
@@ -158,14 +158,19 @@ class Slot:
         )  # fmt: skip
 
     @property
+    def moving(self) -> Tensor | None:
+        """`p` if this step moves the tensor."""
+        return self.p if self.moves else None
+
+    @property
     def anchor(self) -> Tensor | None:
         """The anchor x of local steps, if the tensor moves."""
-        return None if self.moving is None or self.local is None else flat_view(self.local.anchor)
+        return None if self.local is None or not self.moves else flat_view(self.local.anchor)
 
     @property
     def compensation(self) -> Tensor | None:
         """The compensation c of a tensor of 16 bits, if it moves by local steps."""
-        if self.moving is None or self.local is None or self.local.compensation is None:
+        if self.local is None or self.local.compensation is None or not self.moves:
             return None
         return flat_view(self.local.compensation)
 

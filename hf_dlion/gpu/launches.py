@@ -102,7 +102,7 @@ class KernelVote:
         lines = slot_lines(message)
         is_encoded = context.bits == 1
         voting = [line for line in lines if is_encoded and line.slot.grad is not None]
-        moving = [line for line in lines if line.slot.moving is not None]
+        moving = [line for line in lines if line.slot.moves]
         numbers = _numbers(context)
         keys = {Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter)}
         self._encode = _add(table, voting, (Field.GRAD, Field.MOMENTUM), numbers, keys)
@@ -134,7 +134,7 @@ class KernelVote:
 def plain_lion(messages: Sequence[Message], context: StepContext) -> None:
     """Takes a step without votes on messages of one device; see `lion.plain_lion`."""
     lines = [line for message in messages for line in slot_lines(message)]
-    moving = [line for line in lines if line.slot.moving is not None]
+    moving = [line for line in lines if line.slot.moves]
     fields = Field.GRAD, Field.MOMENTUM, Field.MOVING
     keys = {
         Column.KEY_MOMENTUM: _key(context, MOMENTA + context.voter),

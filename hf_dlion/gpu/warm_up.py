@@ -137,6 +137,6 @@ def _small(types: _Types, device: torch.device, options: Options) -> Slot:
     param = torch.zeros(WORD, dtype=types.dtype, device=device, requires_grad=True)
     slot = Slot.of(param, 0)
     slot.full_precision = types.full_precision
-    slot.moving, slot.grad = slot.p, torch.ones_like(slot.p, dtype=types.grad_dtype)
+    slot.moves, slot.grad = True, torch.ones_like(slot.p, dtype=types.grad_dtype)
     slot.momentum = torch.zeros_like(slot.p, dtype=options.momentum_dtype)
     return slot

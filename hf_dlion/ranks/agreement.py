@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -78,7 +78,7 @@ class Report:
         present: Whether each trainable parameter has a gradient; empty if the ranks don't step. In
             an exchange, whether it had one in the period.
         finite: Whether all gradients are finite.
-        abstained: Number of local steps from which this rank abstained since the last exchange.
+        abstained: In an exchange, number of the period's steps from which this rank abstained.
         failure: What failed on this rank.
         raised_by_all: What a header raised on all ranks within the `Peers.all_or_none` block.
     """
@@ -147,9 +147,10 @@ class Agreed:
         voters: list[list[int]] = [[] for _ in range(max(voter_of_rank) + 1)]
         for rank, voter in enumerate(voter_of_rank):
             voters[voter].append(rank)
-        return Agreed(
-            [all(self.finite[rank] for rank in ranks) for ranks in voters],
-            [
+        return replace(
+            self,
+            finite=[all(self.finite[rank] for rank in ranks) for ranks in voters],
+            present=[
                 [all(have) for have in zip(*(self.present[rank] for rank in ranks), strict=True)]
                 for ranks in voters
             ],
@@ -204,7 +205,7 @@ class Meetings:
             self._wire, report.kind, [self._number, common.step, *hashes],
             # In an exchange, what counts is whether a rank moved.
             finite=report.finite or report.kind is not Kind.STEP, failure=failure,
-            abstained=report.abstained if report.kind is Kind.EXCHANGE else 0,
+            abstained=report.abstained,
         )  # fmt: skip
         if len(set(numbers)) > 1:
             raise Disagreement(

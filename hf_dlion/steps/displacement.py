@@ -68,7 +68,7 @@ def average_displacements(
     scale.set_magnitudes(layout.slots, by_voter)
     for slot, count, *amounts in zip(layout.slots, gradient_counts, *by_voter, strict=True):
         if not count and not any(amounts):  # No rank moved it.
-            slot.moving = None
+            slot.moves = False
     stats.drift = []
     source = partial(displacement, context=context)
     tasks = []
@@ -134,7 +134,7 @@ def _forget_move(slot: Slot) -> None:
     if slot.compensation is not None:
         slot.compensation.zero_()
     if not slot.p.isfinite().all():
-        slot.moving = None
+        slot.moves = False
 
 
 def _refuse_replaced(

@@ -27,7 +27,7 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
 from hf_dlion.options import Groups, hyperparameters
-from hf_dlion.ranks.agreement import HISTORY, Report, agree_in_node
+from hf_dlion.ranks.agreement import Report, agree_in_node
 from hf_dlion.ranks.header import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire, digest
@@ -49,17 +49,20 @@ def vote_every_for(step_s: float, exchange_s: float) -> int:
 
 @dataclass(frozen=True)
 class Period:
-    """The steps since the last exchange, the same on every rank.
+    """The steps since the last exchange.
 
-    `history` is a hash of every step's lr, betas, and weight decay.
+    `history` is a hash of every step's lr, betas, and weight decay. From `abstained` of the steps
+    this rank abstained. The rest is equal on all ranks.
     """
 
     steps: int = 0
     history: int = 0
+    abstained: int = 0
 
-    def and_a_step(self, groups: Groups) -> Period:
+    def and_a_step(self, groups: Groups, *, abstains: bool) -> Period:
         """Returns the period with one more step."""
-        return Period(self.steps + 1, digest([self.history, hyperparameters(groups)]))
+        history = digest([self.history, hyperparameters(groups)])
+        return Period(self.steps + 1, history, self.abstained + abstains)
 
 
 class LocalSteps:
@@ -105,8 +108,8 @@ class LocalSteps:
         """Makes the next step begin with a header."""
         self._met = None
 
-    def begin_step(self, layout: Layout, groups: Groups) -> None:
-        """Prepares a step.
+    def begin_step(self, groups: Groups, *, abstains: bool) -> None:
+        """Prepares a step, from which this rank may abstain.
 
         Raises:
             RuntimeError: If the model shows common weights.
@@ -116,7 +119,7 @@ class LocalSteps:
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
                 "weights that train: leave the block before you step"
             )
-        self.next_period = self.period.and_a_step(groups)
+        self.next_period = self.period.and_a_step(groups, abstains=abstains)
 
     def begin_exchange(self, layout: Layout) -> None:
         """Prepares an exchange without a step, which puts this rank's weights into the model."""
@@ -141,15 +144,9 @@ class LocalSteps:
         if layout is not None and report.present:
             layout.abstain(finite, present)
 
-    def equal_values(self, kind: Kind) -> dict[str, object]:
-        """Returns what must be equal on all ranks, by name."""
-        period = self.next_period if kind is Kind.EXCHANGE else self.period
-        return {"exchanges": self.exchanges, "steps since the last exchange": period.steps}
-
-    def equal_history(self, kind: Kind) -> dict[str, object]:
-        """Returns what must have been equal in each step, by name."""
-        period = self.next_period if kind is Kind.EXCHANGE else self.period
-        return {HISTORY: period.history}
+    def period_of(self, kind: Kind) -> Period:
+        """Returns the period of a meeting: an exchange ends it with the step that begins."""
+        return self.next_period if kind is Kind.EXCHANGE else self.period
 
     def step(self, layout: Layout, context: StepContext, *, have_met: bool) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
@@ -169,7 +166,7 @@ class LocalSteps:
             slot.local.used |= slot.grad is not None
             slot.local.decay *= shrink[slot.group]
             slot.local.path += lrs[slot.group]
-            slot.moving = None if slot.grad is None else slot.p
+            slot.moves = slot.grad is not None
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
         self.period, self._met = self.next_period, layout if have_met else None
@@ -195,14 +192,14 @@ class LocalSteps:
         stats, number = ranks.voters.stats, self.exchanges + 1
         stats.lap("", layout.device)
         for slot in layout.slots:
-            slot.moving = None if slot.local is None else slot.p
+            slot.moves = slot.local is not None
         # Votes, and the rounding of what moves, depend on the number of the exchange.
         context = replace(context, step=number)
         warnings = average_displacements(layout, gradient_counts, context, ranks)
         stats.exchanges += 1
         self.reset(number)
         for slot in layout.slots:
-            slot.local = None
+            slot.local = None  # Frees the anchors before momenta are averaged.
         return number, warnings
 
     # What the model shows.

@@ -22,9 +22,9 @@ def set_means(layout: Layout, field: Field, divisors: Sequence[int], wire: Wire)
     for slot in layout.slots:
         if slot.full_precision:
             slot.mean = None
-            if slot.moving is not None:
+            if slot.moves:
                 wide = torch.promote_types(slot.dtype, torch.float32)
-                slot.mean = torch.zeros_like(slot.moving, dtype=wide)
+                slot.mean = torch.zeros_like(slot.p, dtype=wide)
                 if (tensor := slot.get(field)) is not None:
                     slot.mean.copy_(tensor)
     for message in layout.averaged_messages:

@@ -53,7 +53,8 @@ def test_a_row_is_never_cut_between_messages(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_field_is_a_tensor_of_a_slot() -> None:
     slot = Slot.of(torch.ones(64, dtype=torch.bfloat16), 0)
     slot.local = LocalState.of(slot.part)
-    slot.moving = slot.grad = slot.momentum = slot.mean = slot.p
+    slot.moves = True
+    slot.grad = slot.momentum = slot.mean = slot.p
     assert all(isinstance(slot.get(field), Tensor) for field in Field)
 
 

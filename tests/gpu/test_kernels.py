@@ -110,7 +110,7 @@ def test_means_of_any_number_of_ranks_are_rounded_once() -> None:
         for ranks in (2, 3, 9, 64, 127):
             [slot] = slots_of([(5, 64)])
             start = torch.from_numpy(random.standard_normal(slot.size, np.float32))
-            slot.p = slot.moving = start.to(DEVICE)
+            slot.p, slot.moves = start.to(DEVICE), True
             sums, voters = (
                 random.integers(0, ranks + 1, slot.size),
                 random.integers(1, ranks + 1, 5),
@@ -186,7 +186,7 @@ def test_a_rate_of_zero_moves_by_a_signed_zero(dtype: torch.dtype, name: str) ->
             grad = torch.full((64,), float(vote), dtype=dtype).to(DEVICE)
             [message], voters = messages_of([slot]), torch.ones(1, dtype=torch.int32, device=DEVICE)
             for ties in ("alternate", "zero", None):
-                slot.p = slot.moving = torch.full((64,), -0.0, dtype=dtype).to(DEVICE)
+                slot.p, slot.moves = torch.full((64,), -0.0, dtype=dtype).to(DEVICE), True
                 slot.grad = slot.momentum = None
                 if ties is None:
                     slot.grad, slot.momentum = grad, torch.zeros_like(grad)
@@ -226,7 +226,7 @@ def test_what_overflows_becomes_the_largest_bfloat16(sign: int) -> None:
             torch.full((64,), own, dtype=torch.bfloat16, device=DEVICE)
             for own in (most, -most, -most, 0.0, 0.0)
         )
-        slot.p = slot.moving = p
+        slot.p, slot.moves = p, True
         slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
         [message] = messages_of([slot])
         launches.local_step([message], context_of(lr=1e38))
@@ -244,7 +244,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
             torch.full((4096,), k, dtype=own, device=DEVICE) for k, own in enumerate(dtypes, 1)
         )
         p, g, m, x, c = (own[: slot.size] for own in tensors)
-        slot.p = slot.moving = p
+        slot.p, slot.moves = p, True
         slot.grad, slot.momentum = g, m
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message] = messages_of([slot])
@@ -280,7 +280,7 @@ def test_an_address_that_is_no_multiple_of_16_is_not_taken_for_one() -> None:
             [slot] = slots_of([(16, 64)], torch.bfloat16)
             longer = torch.ones(5, slot.size + 8, dtype=torch.bfloat16, device=DEVICE)
             p, g, m, x, c = (own[int(k == odd) :][: slot.size] for k, own in enumerate(longer))
-            slot.p = slot.moving = p
+            slot.p, slot.moves = p, True
             slot.grad, slot.momentum, slot.local = g, m, LocalState(x, c)
             launches.local_step(
                 messages_of([slot]), context_of()
@@ -347,7 +347,7 @@ def test_every_byte_is_read_and_written_once(dtype: torch.dtype) -> None:
     with form("kernels"), pytest.MonkeyPatch.context() as monkeypatch:
         count, [slot] = Accesses(monkeypatch), slots_of([(96, 1024)], dtype)
         p, g, m, x, c = (torch.ones(slot.size, dtype=dtype, device=DEVICE) for _ in range(5))
-        slot.p = slot.moving = p
+        slot.p, slot.moves = p, True
         slot.grad, slot.momentum = g, m
         slot.local = LocalState(x, c if dtype == torch.bfloat16 else None)
         [message], voters = (

@@ -546,6 +546,25 @@ def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
     assert optimizer.local.steps == 1
 
 
+@pytest.mark.parametrize("how", ["load", "detach"])
+@on_ranks(2)
+def test_a_period_that_is_forgotten_forgets_its_abstentions(rank: int, how: str) -> None:
+    param, optimizer = single(vote_every=4)
+    weights, state = param.detach().clone(), optimizer.state_dict()
+    param.grad = torch.full_like(param, math.nan if rank else 1.0)
+    optimizer.step()
+    if how == "load":
+        param.data.copy_(weights)
+        optimizer.load_state_dict(state)
+    else:
+        optimizer.detach()
+    for _ in range(4):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert optimizer.wire.exchanges == 1
+    assert optimizer.wire.abstentions == 0
+
+
 @on_ranks(2)
 def test_replicas_are_compared_if_empty_exchanges_come_between(rank: int) -> None:
     """Calls `exchange_now` before an evaluation that follows an exchange."""

@@ -317,7 +317,7 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
     slots = [Slot.of(param, 0) for param in params]
     for slot, param in zip(slots, params, strict=True):
         assert param.grad is not None
-        slot.moving, slot.grad = slot.p, flat_view(param.grad)
+        slot.moves, slot.grad = True, flat_view(param.grad)
         slot.momentum = torch.zeros_like(slot.p)
     return Layout(slots=slots)
 
