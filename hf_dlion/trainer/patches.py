@@ -368,7 +368,7 @@ def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     original()
 
 
-def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *given: Any) -> Any:
+def _end_of_step(event: str, trainer: Trainer, original: Callable[..., Any], *given: Any) -> Any:
     """Exchanges at the end of a step or epoch after which Trainer evaluates, saves, or stops.
 
     Before callbacks, so what they write into the weights holds in what is evaluated and saved.
@@ -377,26 +377,30 @@ def _end_of_step(name: str, trainer: Trainer, original: Callable[..., Any], *giv
     if lion is not None and lion.local is not None:
         args, state, control = given
         planned, flow = copy.copy(control), DefaultFlowCallback()
-        getattr(flow, name)(args, state, planned)
+        getattr(flow, event)(args, state, planned)
         if float(state.epoch or 0.5).is_integer():  # The last step of an epoch.
             flow.on_epoch_end(args, state, planned)
         if planned.should_evaluate or planned.should_save or planned.should_training_stop:
             lion.exchange_now()
-    return _event(trainer, original, *given)
+    return _event(event, trainer, original, *given)
 
 
-def _event(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _event(
+    event: str, trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Shows the weights of the last exchange to callbacks that may look at weights."""
     lion, callbacks = find_optimizer(trainer.optimizer), trainer.callback_handler.callbacks
     in_period = lion is not None and lion.local is not None and lion.local.steps
-    looks = in_period and any(map(_may_look, callbacks))
+    looks = in_period and any([_may_look(callback, event) for callback in callbacks])
     with lion.common_weights() if lion is not None and looks else contextlib.nullcontext():
         return original(*args, **kwargs)
 
 
-def _may_look(callback: TrainerCallback) -> bool:
-    """Returns whether a callback may look at weights, as TRL's, which copy them, for example."""
+def _may_look(callback: TrainerCallback, event: str) -> bool:
+    """Returns whether a callback may look at weights at an event, as TRL's, which copy them."""
     kind = type(callback)
+    if getattr(getattr(callback, event), "__func__", None) is getattr(TrainerCallback, event):
+        return False  # It does nothing.
     return not f"{kind.__module__}.{kind.__qualname__}".startswith(_NEVER_LOOK)
 
 
@@ -422,6 +426,6 @@ _AROUND: dict[str, Callable[..., Any]] = {
 _AROUND_EVENTS: dict[str, Callable[..., Any]] = {
     "on_step_end": functools.partial(_end_of_step, "on_step_end"),
     "on_epoch_end": functools.partial(_end_of_step, "on_epoch_end"),
-    "on_epoch_begin": _event,
-    "on_log": _event,
+    "on_epoch_begin": functools.partial(_event, "on_epoch_begin"),
+    "on_log": functools.partial(_event, "on_log"),
 }

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hf_dlion.trainer.callback as callback
 from hf_dlion.ranks.wire import Pending
-from hf_dlion.steps.local import vote_every_for
+from hf_dlion.steps.local import LocalSteps, vote_every_for
 from tests.support.spawn import on_ranks
 from tests.support.tiny import (
     At,
@@ -133,6 +133,25 @@ def test_a_callback_that_looks_changes_nothing(tmp_path: Path) -> None:
         args = tiny_args(tmp_path, max_steps=7, optim_args="vote_every=4", logging_steps=1)
         ends.append(weights_digest(trained(args, callbacks=callbacks).model))
     assert agree(*ends)
+
+
+class Logs(TrainerCallback):
+    """Acts in one event only."""
+
+    def on_log(self, args, state, control, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Logs, 1), (Looks, 8)])
+@on_ranks(2)
+def test_weights_are_shown_only_for_events_in_which_a_callback_acts(
+    tmp_path: Path, kind: type[TrainerCallback], count: int
+) -> None:
+    """At the log of step 6; also at the ends of steps 1 to 3, 5, and 6, and between two epochs."""
+    args = tiny_args(tmp_path, max_steps=7, optim_args="vote_every=4", logging_steps=6)
+    with mock.patch.object(LocalSteps, "show", autospec=True, side_effect=LocalSteps.show) as show:
+        trained(args, callbacks=[kind()])
+    assert show.call_count == count
 
 
 class Clamps(TrainerCallback):
