@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+import hf_dlion.steps.momentum_sync as momentum_sync
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Scratch
 from hf_dlion.core.slot import Slot
@@ -33,6 +35,7 @@ from tests.support.training import (
     gathered,
     is_equal_everywhere,
     replicas_of_shards,
+    same,
 )
 
 SHAPES = {"alike": (8, 8), "apart": (3, 64), "large": (64, 256)}
@@ -60,6 +63,20 @@ def test_slices_cover_all_momenta_once() -> None:
         slices = [slice_of(total, every, step) for step in range(1, every + 1)]
         covered = sorted(k for start, stop in slices for k in range(start, stop))
         assert covered == list(range(total))
+
+
+@on_ranks(3)
+def test_momenta_are_averaged_in_parts_with_the_same_bits_and_bytes(rank: int) -> None:
+    ranks, results = Topology(), []
+    for part in (1 << 22, 2):
+        momenta = [drawn([size], rank) for size in (5, 0, 64, 4)]
+        before = ranks.voters.stats.bytes_sent
+        with mock.patch.object(momentum_sync, "PART", part):
+            average_momenta(momenta, ranks.voters, 3, 71)
+        results.append((ranks.voters.stats.bytes_sent - before, momenta))
+    (bytes_at_once, at_once), (bytes_in_parts, in_parts) = results
+    assert bytes_in_parts == bytes_at_once == 4 * 2 * 23  # of 68 elements
+    assert same(in_parts, at_once)
 
 
 @pytest.mark.parametrize("size", [64, 128])
