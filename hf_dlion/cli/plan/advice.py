@@ -26,8 +26,6 @@ HIDDEN = 0.05
 # How far measurements may differ, and what share of the cores other processes may use, without a
 # warning.
 SPREAD, BUSY = 1.25, 0.2
-# With so many ranks or nodes that exchange, momenta are averaged, too (docs/guides/local_steps.md).
-MOMENTA_FROM = 4
 
 
 class _Verdict(NamedTuple):
@@ -44,23 +42,26 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
     """
     memory, cannot = _memory(case, measured[0]), f"Cannot tell whether {DLION} pays, because"
     predictions, longest = (_fitting(case, measured[place]) for place in (0, -1))
-    pays, best, why = _verdict(predictions)
-    if _verdict(longest).pays != pays:
+    pays, best, why = _verdict(case, predictions)
+    in_long = _verdict(case, longest)
+    if in_long.pays != pays:
         return (
             f"{memory}{cannot} measurements of this machine differ. By the shortest times, {why}. "
-            f"By the longest times, {_verdict(longest).why}."
+            f"By the longest times, {in_long.why}."
         )
     if not pays and busy > BUSY:
         # What slows a rank's own work hides the network, even from the shortest times.
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
     power = POWER, ", if its low rank trains your model"
-    for name, condition in (power, *((name, "") for name in _local(predictions))):
+    for name, condition in (*((name, "") for name in _local(case, predictions)), power):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
         if gain >= WORTH:
             text += f" {name} {_compared(gain)} as {best}{condition}."
             best = name
-    text += _momenta(case, predictions, best)
+    if WITH_MOMENTA in text:
+        others = f"{case.nodes} {'ranks' if case.per_node == 1 else 'nodes'}"
+        text += f" Set momentum_sync_every=1 to average momenta: with {others} it lowers the loss."
     return text + _left_out(case, measured[0], predictions, best)
 
 
@@ -77,13 +78,13 @@ def warning(measured: Sequence[Predictions], busy: float) -> str:
     )
 
 
-def _verdict(predictions: Predictions) -> _Verdict:
+def _verdict(case: Case, predictions: Predictions) -> _Verdict:
     def fastest(names: Iterable[str]) -> str:
         return min(names, key=lambda name: predictions[name].step_s)
 
     # Votes in every step are preferred, because local steps keep another number per parameter.
     votes = fastest(n for n in (DLION, NODE) if n in predictions)
-    ours = [votes, *_local(predictions)]
+    ours = [votes, *_local(case, predictions)]
     alone = [ALONE] if ALONE in predictions else []
     adamw = [*_reducing(predictions), *alone]
     if not adamw:
@@ -107,9 +108,10 @@ def _verdict(predictions: Predictions) -> _Verdict:
     return _Verdict(False, other, f"{DLION} does not pay: {why}, but {name} {compared[name]}")
 
 
-def _local(predictions: Predictions) -> list[str]:
-    """Returns the name of the method with local steps alone, if it is there."""
-    return [n for n in predictions if "vote_every" in n and not n.endswith(WITH_MOMENTA)]
+def _local(case: Case, predictions: Predictions) -> list[str]:
+    """Returns the name of the local steps that are advised, if they are there."""
+    averages = case.averages_momenta
+    return [n for n in predictions if "vote_every" in n and n.endswith(WITH_MOMENTA) == averages]
 
 
 def _reducing(predictions: Predictions) -> list[str]:
@@ -125,21 +127,11 @@ def _fitting(case: Case, predictions: Predictions) -> Predictions:
     return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
 
 
-def _momenta(case: Case, predictions: Predictions, best: str) -> str:
-    """Returns what momenta cost if local steps should average them; or ""."""
-    averaged = predictions.get(f"{best}{WITH_MOMENTA}")
-    if averaged is None or case.nodes < MOMENTA_FROM:
-        return ""
-    others = f"{case.nodes} {'ranks' if case.per_node == 1 else 'nodes'}"
-    cost = _compared(predictions[best].step_s / averaged.step_s)
-    return f" With {others}, momentum_sync_every=1 lowers the loss, and a step {cost}."
-
-
 def _left_out(case: Case, found: Predictions, fitting: Predictions, best: str) -> str:
     """Returns which methods would be faster than the best one, but don't fit; or ""."""
     limit = found[best].step_s / WORTH
-    others = [n for n in found if n not in fitting and n != NONE and not n.endswith(WITH_MOMENTA)]
-    names = [n for n in others if found[n].step_s <= limit]
+    advised = [n for n in found if n != NONE and "vote_every" not in n] + _local(case, found)
+    names = [n for n in advised if n not in fitting and found[n].step_s <= limit]
     if not names:
         return ""
     least = min(found[name].memory_bytes for name in names)

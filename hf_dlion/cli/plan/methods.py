@@ -32,8 +32,9 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
-# Ends the name of local steps whose exchanges also average momenta.
-WITH_MOMENTA = " and momenta"
+# Ends the name of local steps whose exchanges also average momenta (`momentum_sync_every=1`), which
+# are advised from so many voters on (docs/guides/hyperparameters.md).
+WITH_MOMENTA, MOMENTA_FROM = " and momenta", 4
 
 # Bytes that a rank sends in a step, and the seconds of the step by part.
 Cost = tuple[int, dict[str, float]]
@@ -90,8 +91,13 @@ class Case:
 
     @property
     def nodes(self) -> int:
-        """Number of network cards."""
+        """Number of network cards, and of voters in local steps."""
         return self.ranks // self.per_node
+
+    @property
+    def averages_momenta(self) -> bool:
+        """Whether local steps should average momenta."""
+        return self.nodes >= MOMENTA_FROM
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work on all trainable elements, by its name in `step_work`."""
@@ -199,14 +205,13 @@ def predict(case: Case) -> dict[str, Prediction]:
         # DDP's buckets carry the gradients inside the node, and each rank exchanges its share.
         name, vote, share, kept = NODE, case.between_nodes(), case.per_node, buckets
         add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2 + kept)
-    every, cost = _local_steps(vote, case.ranks, share, inside_s)
+    local_steps = partial(_local_steps, ranks=case.ranks, share=share, inside_s=inside_s)
+    every, _ = local_steps(vote, momenta=case.averages_momenta)
+    vote = replace(vote, vote_every=every)
     # A second number is the anchor, and with 16 bits a third the compensation.
     kept += 4 if size == 2 else 3
-    add(f"{name}, vote_every={every}", cost, kept)
-    _, cost = _local_steps(
-        replace(vote, vote_every=every), case.ranks, share, inside_s, momenta=True
-    )
-    add(f"{name}, vote_every={every}{WITH_MOMENTA}", cost, kept)
+    add(f"{name}, vote_every={every}", local_steps(vote, momenta=False)[1], kept)
+    add(f"{name}, vote_every={every}{WITH_MOMENTA}", local_steps(vote, momenta=True)[1], kept)
     return found
 
 
@@ -322,7 +327,7 @@ def _messages(case: Case) -> list[tuple[int, int]]:
 
 
 def _local_steps(
-    case: Case, ranks: int, share: int, inside_s: float, *, momenta: bool = False
+    case: Case, *, ranks: int, share: int, inside_s: float, momenta: bool
 ) -> tuple[int, Cost]:
     """Returns vote_every, and the cost of a step as a mean over a period; see `_votes`.
 
