@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.command import exit_code_of
 from benchmarks.convergence.results import Record
-from benchmarks.methods import method_of
 from benchmarks.plot import figure, save
 from hf_dlion.cli.arguments import Parser
 
@@ -55,8 +54,8 @@ def draw(record: Record, path: Path) -> Path:
     panels[0].set_ylim(bottom=0)
     panels[0].set_xlabel("step")
     panels[0].set_ylabel("divergence of momenta")
-    workers, method = record["setting"]["workers"], record["setting"]["method"]
-    return save(drawn, panels, f"{workers} ranks, {method_of(method).title}", path)
+    title = f'{record["setting"]["workers"]} ranks, momentum_sync="auto"'
+    return save(drawn, panels, title, path)
 
 
 def main(argv: list[str] | None = None) -> int:
