@@ -285,11 +285,10 @@ class DistributedLion(torch.optim.Optimizer):
             layout = self.params.fresh_layout()
             local.begin_exchange(layout)
             self.guards.check_abstentions(self.peers.ranks)
-        agreed = self.peers.agree(report, layout)
-        ranks = self.peers.ranks
-        if ranks is None or self.peers.voters == 1:
-            return
-        number, warnings = local.exchange(layout, agreed.gradient_counts, self._context(0), ranks)
+        agreed, number, warnings = self.peers.agree(report, layout), 0, list[str]()
+        if (ranks := self.peers.ranks) is not None and self.peers.voters > 1:
+            counts = agreed.gradient_counts
+            number, warnings = local.exchange(layout, counts, self._context(0), ranks)
         self._run_periodic_tasks(number, layout)
         layout.release()
         for text in warnings:

@@ -149,6 +149,7 @@ class Peers:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         In a local step, it returns what this rank has, and only the ranks of a node communicate.
+        With local steps, it drops gradients on which they abstain (`LocalSteps.drop_gradients`).
         `layout` has the tensors of a step or an exchange. Bytes: see `Meetings.agree`, and with
         local steps `agree_in_node`.
 
