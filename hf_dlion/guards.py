@@ -1,7 +1,8 @@
 """What all ranks check so that no weight goes wrong without a word.
 
-A step without `attach`, ranks that abstain for long, nodes whose ranks have different gradients,
-gradients that DDP still averages, momenta of one rank on all ranks, and replicas that differ.
+A step without `attach`, ranks that abstain for long (`ranks.abstentions`), nodes whose ranks have
+different gradients, gradients that DDP still averages, momenta of one rank on all ranks, and
+replicas that differ.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options
 from hf_dlion.params import Params
-from hf_dlion.ranks.agreement import Agreed, Report
+from hf_dlion.ranks.abstentions import Abstentions
+from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.compare import (
     AVERAGED_GRADIENTS,
     CHANGED_PARAMETERS,
@@ -27,7 +29,7 @@ from hf_dlion.ranks.compare import (
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
-from hf_dlion.ranks.wire import digest, named_ranks
+from hf_dlion.ranks.wire import digest
 
 # Gradients are compared again at each power of two from this step on.
 COMPARED_FROM = 64
@@ -37,6 +39,7 @@ class Guards:
     """Checks of an optimizer's steps, and what they remember.
 
     Attributes:
+        abstentions: How often ranks abstained.
         momenta_equal: Whether momenta of averaged gradients are known to be equal on all
             voters. It changes on all of them together, unlike a layout.
     """
@@ -46,12 +49,12 @@ class Guards:
     ) -> None:
         """`owner` is the optimizer, which owns the parameters of DDP wrappers."""
         self._owner: ddp.Owner = weakref.proxy(owner)  # Not a cycle.
-        self._params, self._options, self._stats = params, options, stats
+        self._params, self._options = params, options
+        self.abstentions = Abstentions(options, stats)
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
         self._comparisons = 0
         self._attached: Layout | None = None  # The layout for which `attach` was called as needed.
-        self._abstained: list[int] = []  # Consecutive steps in which each rank abstained.
 
     # What is noted.
 
@@ -67,7 +70,8 @@ class Guards:
 
     def note_load(self, *, own_momenta: bool = False) -> None:
         """Notes a load; momenta of `load_momentum` are each rank's own, so they aren't compared."""
-        self._abstained, self.momenta_equal, self._loaded = [], False, not own_momenta
+        self.abstentions.forget()
+        self.momenta_equal, self._loaded = False, not own_momenta
 
     # Checks before a header.
 
@@ -77,7 +81,7 @@ class Guards:
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; if no
                 hook averages a parameter's gradient in the node, or did since the last step; or as
-                `count_abstentions`.
+                `Abstentions.check`.
         """
         if self._attached is not layout:
             self._check_models()
@@ -88,7 +92,7 @@ class Guards:
         if ranks is not None and ranks.node is not None:
             self._check_averages(layout)
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
-            self.check_abstentions(ranks)
+            self.abstentions.check(ranks)
 
     def check_wrapper(self, model: nn.Module) -> None:
         """Refuses a wrapper that was made within a period of local steps.
@@ -153,49 +157,6 @@ class Guards:
                 )
 
     # After a header.
-
-    def count_abstentions(
-        self, report: Report, agreed: Agreed, ranks: Topology | None, *, is_local: bool
-    ) -> None:
-        """Counts the ranks that abstain from a step, or have no gradient while others have.
-
-        In a local step (`is_local`) each rank counts only its own, because they don't communicate:
-        a step without a gradient counts whether or not another rank has one. A later step checks
-        the count, and the header of the exchange adds those of all ranks to `WireStats`.
-
-        Raises:
-            RuntimeError: If a rank abstained in as many consecutive steps as the limit.
-        """
-        if ranks is not None and is_local:
-            votes = [True] * ranks.everyone.world_size
-            votes[ranks.everyone.rank] = not report.abstains
-        else:
-            voter_of_rank = [0] if ranks is None else ranks.voter_of_rank
-            votes = [agreed.votes[voter] for voter in voter_of_rank]
-            self._stats.abstentions += votes.count(False)
-        if len(self._abstained) != len(votes):  # Steps before had one rank.
-            self._abstained = [0] * len(votes)
-        # A count at the limit stays until it is checked.
-        limit = self._options.max_abstained_steps
-        self._abstained = [
-            n if n >= limit else 0 if ok else n + 1
-            for ok, n in zip(votes, self._abstained, strict=True)
-        ]
-        if self._options.vote_every == 1:  # Otherwise counts may differ between ranks.
-            self.check_abstentions(ranks)
-
-    def check_abstentions(self, ranks: Topology | None) -> None:
-        """Raises RuntimeError if a rank abstained in as many consecutive steps as the limit."""
-        longest, limit = max(self._abstained, default=0), self._options.max_abstained_steps
-        if longest >= limit:
-            abstaining = [rank for rank, count in enumerate(self._abstained) if count == longest]
-            named = named_ranks(abstaining) if ranks is None else ranks.everyone.named(abstaining)
-            self._abstained = []
-            raise RuntimeError(
-                f"gradients of {named} held a NaN or an Inf in {longest} steps in a row, or were "
-                f"all missing: lower the learning rate, check that rank's data, or raise "
-                f"max_abstained_steps ({limit})"
-            )
 
     def compare_after_changes(self, layout: Layout, ranks: Topology) -> list[str]:
         """Compares gradients, and momenta after a load; returns rank 0's warnings.

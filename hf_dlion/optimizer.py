@@ -284,7 +284,7 @@ class DistributedLion(torch.optim.Optimizer):
         with self.peers.all_or_none(report):
             layout = self.params.fresh_layout()
             local.begin_exchange(layout)
-            self.guards.check_abstentions(self.peers.ranks)
+            self.guards.abstentions.check(self.peers.ranks)
         agreed, number, warnings = self.peers.agree(report, layout), 0, list[str]()
         if (ranks := self.peers.ranks) is not None and self.peers.voters > 1:
             counts = agreed.gradient_counts
@@ -400,10 +400,12 @@ class DistributedLion(torch.optim.Optimizer):
         is_local = self.peers.voters > 1 and (have_gradients or self.steps > 0)
         local = self.local if is_local else None
         self.guards.note_comparisons(self.peers.comparisons)
-        self.guards.count_abstentions(report, agreed, ranks, is_local=local is not None)
+        if local is None:
+            self.guards.abstentions.count(agreed, ranks)
         if ranks is not None and have_gradients and report.kind is not Kind.LOCAL_STEP:
             warnings += self.guards.compare_after_changes(layout, ranks)
         if local is not None and ranks is not None:
+            self.guards.abstentions.count_local(report.abstains, ranks)
             number, more = self._local_step(local, ranks, report.kind, layout, agreed)
             warnings += more
         elif have_gradients:
