@@ -111,8 +111,8 @@ class DistributedLion(torch.optim.Optimizer):
             (default: None, which means each parameter's dtype).
         seed: Seed of the stochastic rounding, equal on every rank (default: 0).
         max_abstained_steps: Number of consecutive steps from which a rank abstains, because its
-            gradients hold a NaN or an Inf, or it alone has none, after which all ranks raise
-            (default: 20). In local steps, having none counts on every rank.
+            gradients hold a NaN or an Inf, or it has none while another rank has some, after
+            which all ranks raise (default: 20). In local steps, having none always counts.
         check_replicas_every: Number of steps between comparisons of a hash of all parameters
             (default: 0, which means never). Like `momentum_sync_every`, it counts exchanges if
             `vote_every` is above 1.
@@ -287,8 +287,7 @@ class DistributedLion(torch.optim.Optimizer):
             self.guards.abstentions.check(self.peers.ranks)
         agreed, number, warnings = self.peers.agree(report, layout), 0, list[str]()
         if (ranks := self.peers.ranks) is not None and self.peers.voters > 1:
-            counts = agreed.gradient_counts
-            number, warnings = local.exchange(layout, counts, self._context(0), ranks)
+            number, warnings = local.exchange(layout, agreed, self._context(0), ranks)
         self._run_periodic_tasks(number, layout)
         layout.release()
         for text in warnings:
@@ -426,7 +425,7 @@ class DistributedLion(torch.optim.Optimizer):
         self._count_step(context.step)
         if kind is not Kind.EXCHANGE:
             return 0, []
-        return local.exchange(layout, agreed.gradient_counts, context, ranks)
+        return local.exchange(layout, agreed, context, ranks)
 
     def _vote(self, layout: Layout, agreed: Agreed) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""

@@ -193,7 +193,6 @@ class Peers:
         assert self._meetings is not None
         agreed = self._meetings.agree(report, common, self._params.common_parts)
         self.comparisons += agreed.compared
-        self.stats.abstentions += agreed.abstained
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if report.kind is Kind.STEP and ranks.voters is not ranks.everyone:

@@ -39,8 +39,8 @@ class Abstentions:
     def count_local(self, abstains: bool, ranks: Topology) -> None:
         """Counts whether this rank abstains from a local step, in which ranks don't communicate.
 
-        The header of a later step or exchange checks the count, and that of the exchange adds those
-        of all ranks to the number of ranks that abstained.
+        A later step or exchange checks the count, and the exchange adds those of all ranks to the
+        number of ranks that abstained.
         """
         votes = [True] * ranks.everyone.world_size
         votes[ranks.everyone.rank] = not abstains

@@ -17,7 +17,6 @@ After an attach, a load, or a change of what is trained, a local step begins wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -27,7 +26,7 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
 from hf_dlion.options import Groups, hyperparameters
-from hf_dlion.ranks.agreement import Report, agree_in_node
+from hf_dlion.ranks.agreement import Agreed, Report, agree_in_node
 from hf_dlion.ranks.header import Disagreement, Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire, digest
@@ -174,14 +173,14 @@ class LocalSteps:
     def exchange(
         self,
         layout: Layout,
-        gradient_counts: Sequence[int],
+        agreed: Agreed,
         context: StepContext,
         ranks: Topology,
     ) -> tuple[int, list[str]]:
         """Ends the period; every rank must call this. Bytes: see `displacement`.
 
-        `gradient_counts` has how many ranks used each parameter. It returns the number of the
-        exchange, 0 without a step since the last one, and warnings.
+        `agreed` has how many ranks used each parameter. It returns the number of the exchange, 0
+        without a step since the last one, and warnings.
 
         Raises:
             Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
@@ -195,8 +194,9 @@ class LocalSteps:
             slot.moves = slot.local is not None
         # Votes, and the rounding of what moves, depend on the number of the exchange.
         context = replace(context, step=number)
-        warnings = average_displacements(layout, gradient_counts, context, ranks)
+        warnings = average_displacements(layout, agreed.gradient_counts, context, ranks)
         stats.exchanges += 1
+        stats.abstentions += agreed.abstained
         self.reset(number)
         for slot in layout.slots:
             slot.local = None  # Frees the anchors before momenta are averaged.

@@ -426,6 +426,13 @@ def test_with_four_ranks_or_more_the_advice_for_local_steps_is_to_average_moment
     assert (" and momenta is predicted" in found["advice"]) == bool(end)
 
 
+def test_advice_against_local_steps_does_not_say_how_to_average_their_momenta(run: Any) -> None:
+    words = "135m --gpu=rtx3090 --link=100mbit --ranks=8 --tokens=512 --format=json"
+    found = json.loads(run(*words.split()))["advice"]
+    assert re.match(f"{DOES_NOT}.* and momenta is predicted.*Use AdamW on one node", found), found
+    assert "momentum_sync_every" not in found
+
+
 # The command
 
 

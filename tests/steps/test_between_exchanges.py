@@ -546,6 +546,21 @@ def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
     assert optimizer.local.steps == 1
 
 
+@on_ranks(2)
+def test_abstentions_are_counted_once_if_an_exchange_fails(rank: int) -> None:
+    param, optimizer = single(vote_every=4)
+    param.grad = torch.full_like(param, math.nan if rank else 1.0)
+    optimizer.step()
+    with torch.no_grad():
+        param.add_(0.0 if rank else 5.0)
+    assert "something replaced them" in error_of(optimizer.exchange_now)
+    assert optimizer.wire.abstentions == 0
+    with torch.no_grad():
+        param.sub_(0.0 if rank else 5.0)
+    optimizer.exchange_now()
+    assert optimizer.wire.abstentions == 1
+
+
 @pytest.mark.parametrize("how", ["load", "detach"])
 @on_ranks(2)
 def test_a_period_that_is_forgotten_forgets_its_abstentions(rank: int, how: str) -> None:

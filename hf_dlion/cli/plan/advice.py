@@ -53,15 +53,13 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         # What slows a rank's own work hides the network, even from the shortest times.
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
+    text += _momenta(case, best)
     power = POWER, ", if its low rank trains your model"
     for name, condition in (*((name, "") for name in _local(case, predictions)), power):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
         if gain >= WORTH:
-            text += f" {name} {_compared(gain)} as {best}{condition}."
+            text += f" {name} {_compared(gain)} as {best}{condition}.{_momenta(case, name)}"
             best = name
-    if WITH_MOMENTA in text:
-        others = f"{case.nodes} {'ranks' if case.per_node == 1 else 'nodes'}"
-        text += f" Set momentum_sync_every=1 to average momenta: with {others} it lowers the loss."
     return text + _left_out(case, measured[0], predictions, best)
 
 
@@ -125,6 +123,14 @@ def _fitting(case: Case, predictions: Predictions) -> Predictions:
     if predictions[DLION].memory_bytes > has:
         return predictions
     return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
+
+
+def _momenta(case: Case, name: str) -> str:
+    """Returns how to average momenta, if the method that is advised does; or ""."""
+    if not name.endswith(WITH_MOMENTA):
+        return ""
+    others = f"{case.nodes} {'ranks' if case.per_node == 1 else 'nodes'}"
+    return f" Set momentum_sync_every=1 to average momenta: with {others} it lowers the loss."
 
 
 def _left_out(case: Case, found: Predictions, fitting: Predictions, best: str) -> str:
