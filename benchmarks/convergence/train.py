@@ -13,9 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.convergence.methods import RealRank, Workers, check_method, in_process
+from benchmarks.convergence.methods import check_method, in_process
 from benchmarks.convergence.setting import Setting
 from benchmarks.convergence.tasks import Task, task_class
+from benchmarks.convergence.workers import RealRank, Workers
 from benchmarks.ranks import launch
 
 
@@ -56,20 +57,21 @@ def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
     gradient_s, taken = [], 0
     begin, failure = time.perf_counter(), None
     for step in range(setting.steps):
-        total = 0.0
+        total, lr = 0.0, setting.lr_at(step)
         for worker in method.workers:
+            method.show(worker)
             batch = task.batch(worker, step, setting.seed)
             before = time.process_time()
             loss = task.loss(method.model, batch)
             loss.backward()
             gradient_s.append(time.process_time() - before)
             total += float(loss.detach())
-            method.collect()
+            method.collect(worker, lr)
         total = method.total(total)
         if not math.isfinite(total):
             failure = f"the training loss of step {step} is {total}"
             break
-        method.step(setting.lr_at(step))
+        method.step(lr)
         taken += 1
         if step + 1 in evaluated_after:
             curve.append((step + 1, method.evaluated(task.validation)))

@@ -1,0 +1,280 @@
+"""Methods whose N workers share this process, with the bits of real ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.convergence.setting import Setting
+from benchmarks.convergence.tasks import Task
+from benchmarks.convergence.workers import Workers
+from benchmarks.methods import Hyper, adamw, distributed_lion, ring_bytes, set_lr
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.flat import flat_gradient
+from hf_dlion.core.idle_rows import survey
+from hf_dlion.core.layout import Layout, Message, Scratch
+from hf_dlion.core.lion import apply_verdict, direction, encode
+from hf_dlion.core.rule import Average, Rule, rule_of, verdict_planes
+from hf_dlion.core.slot import Slot
+from hf_dlion.core.votes import Verdict
+from hf_dlion.core.votes import Votes as Sent
+from hf_dlion.gpu import form
+from hf_dlion.ranks.header import HEADER_BYTES
+from hf_dlion.ranks.routes import wire_bytes
+from hf_dlion.steps import local, momentum_sync
+from hf_dlion.steps.displacement import SCALES, displacement
+from hf_dlion.steps.quantized_mean import Mean, Scale
+
+
+class Averaged(Workers):
+    """One optimizer on the mean gradient."""
+
+    def __init__(
+        self, task: Task, setting: Setting, make: Callable[[nn.Module, Hyper], Optimizer]
+    ) -> None:
+        super().__init__(task, setting)
+        self._optimizer = make(self.model, setting)
+
+    def step(self, lr: float) -> None:
+        # autograd has added the workers' gradients.
+        for param in self.params:
+            if param.grad is not None:
+                param.grad /= len(self.workers)
+        self.clip()
+        self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=len(self.workers))
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class LocalSGD(Workers):
+    """Workers with an AdamW and weights of their own, which are averaged every few steps."""
+
+    def __init__(self, task: Task, setting: Setting, every: int) -> None:
+        super().__init__(task, setting)
+        self.separate()
+        self._every, self._taken = every, 0
+        self._optimizers = [adamw(self.model, setting) for _ in self.workers]
+
+    def collect(self, worker: int, lr: float) -> None:
+        self.clip()
+        set_lr(self._optimizers[worker], lr)
+        self._optimizers[worker].step()
+        self.model.zero_grad()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self._taken += 1
+        if self._taken % self._every and self._taken != self.setting.steps:
+            return
+        ranks = len(self.workers)
+        for of_param in zip(*self.weights, strict=True):
+            mean = torch.stack([own / ranks for own in of_param]).sum(dim=0)
+            for own in of_param:
+                own.copy_(mean)
+        self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=ranks)
+
+    def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
+        self.show(0)
+        return validation(self.model)
+
+
+class Lions(Workers):
+    """Workers of DistributedLion, each with momenta of its own.
+
+    They use the package's functions, without a network. Each worker's gradients are clipped by
+    themselves.
+    """
+
+    def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
+        super().__init__(task, setting)
+        # Keeps the parameter groups, and checks the options.
+        self.optimizer = distributed_lion(self.model, setting, **options)
+        self.taken = 0
+        self.momenta = [
+            [torch.zeros(param.numel(), dtype=param.dtype) for param in self.params]
+            for _ in self.workers
+        ]
+        self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.workers]
+        self._scratch = Scratch()
+
+    def layout_of(self, weights: Iterable[Tensor]) -> Layout:
+        """Returns the layout of the parameters, with a worker's weights."""
+        groups = self.optimizer.param_groups
+        numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+        return Layout(slots=list(map(Slot.of, self.params, numbers, weights)))
+
+    def context(self, worker: int, step: int) -> StepContext:
+        """Returns a worker's context of a step, or of an exchange."""
+        return StepContext(
+            step=step, voter=worker, voters=len(self.workers), options=self.optimizer.options,
+            groups=self.optimizer.param_groups, state=self._states[worker], scratch=self._scratch,
+        )  # fmt: skip
+
+    def fill(self, layout: Layout, worker: int, grads: Iterable[Tensor | None]) -> None:
+        """Gives slots a worker's gradients and momenta; it abstains if a gradient isn't finite."""
+        for slot, grad, momentum in zip(layout.slots, grads, self.momenta[worker], strict=True):
+            slot.grad = None if grad is None else flat_gradient("", grad, slot.param)
+            slot.momentum = None if grad is None else momentum
+        if not survey(layout.slots):
+            layout.abstain(False, [False] * len(layout.slots))
+
+    def verdict_on(self, message: Message, votes: list[Sent], rule: Rule, phase: int) -> Verdict:
+        """Returns the verdict of all workers' votes on a message, and counts their bytes."""
+        ranks, bits = len(self.workers), len(votes[0].planes)
+        voters = torch.stack([vote.active for vote in votes]).sum(dim=0)
+        planes, by_word = [list(vote.planes) for vote in votes], message.rows.by_word(voters)
+        sizes = {"ranks": ranks, "words": message.words, "rows": len(message.rows)}
+        sizes |= {"bits": bits, "planes": rule.plane_count}
+        self.bytes_sent += min(wire_bytes(name, **sizes) for name in ("gather", "two_phase"))
+        return Verdict(verdict_planes(planes, by_word, rule, phase), voters)
+
+
+class Votes(Lions):
+    """Workers that vote in every step."""
+
+    def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
+        super().__init__(task, setting, **options)
+        self._layout = self.layout_of([param.detach() for param in self.params])
+        self._grads: list[list[Tensor | None]] = []
+
+    def collect(self, worker: int, lr: float) -> None:
+        self.clip()
+        self._grads.append([param.grad for param in self.params])
+        self.model.zero_grad()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.taken += 1
+        set_lr(self.optimizer, lr)
+        options, layout, ranks = self.optimizer.options, self._layout, len(self.workers)
+        rule, by_worker = rule_of(options, ranks), []
+        for slot in layout.slots:
+            slot.moves = False
+        for worker, grads in enumerate(self._grads):
+            context = self.context(worker, self.taken)
+            self.fill(layout, worker, grads)
+            for slot in layout.slots:
+                slot.moves |= slot.grad is not None
+            context.age_rows(layout.slots)
+            source = partial(direction, context=context)
+            by_worker.append([
+                encode(message, context, source, bits=context.bits) for message in layout.messages
+            ])  # fmt: skip
+        for message, *votes in zip(layout.messages, *by_worker, strict=True):
+            context = self.context(0, self.taken)
+            verdict = self.verdict_on(message, votes, rule, context.phase)
+            apply_verdict(message, verdict, rule, context)
+        self.bytes_sent += HEADER_BYTES * (ranks - 1)
+        if options.momentum_sync_every:
+            self._average_momenta(options.momentum_sync_every)
+        self._grads = []
+
+    def _average_momenta(self, every: int) -> None:
+        """Averages momenta the way `hf_dlion.steps.momentum_sync` does between ranks."""
+        flat = [torch.cat(held) for held in self.momenta]
+        start, stop = momentum_sync.slice_of(flat[0].numel(), every, self.taken)
+        parts = [momentum[start:stop] for momentum in flat]
+        rounded = torch.stack([part.bfloat16() for part in parts]).float()
+        mean = rounded.mean(dim=0).bfloat16().float()
+        for part, old in zip(parts, rounded, strict=True):
+            part.copy_(mean + (part - old))
+        sizes = [param.numel() for param in self.params]
+        self.momenta = [list(momentum.split(sizes)) for momentum in flat]
+        self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
+
+
+class LocalSteps(Lions):
+    """Workers that take local steps (`vote_every`), with weights of their own in a period."""
+
+    def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
+        super().__init__(task, setting, **options)
+        self.separate()
+        every = self.optimizer.options.vote_every
+        self._layouts = [self.layout_of(weights) for weights in self.weights]
+        self._periods = [local.LocalSteps(every, {}) for _ in self.workers]
+
+    @torch.no_grad()
+    def collect(self, worker: int, lr: float) -> None:
+        self.clip()
+        set_lr(self.optimizer, lr)
+        layout, period = self._layouts[worker], self._periods[worker]
+        self.fill(layout, worker, [param.grad for param in self.params])
+        period.begin_step(self.optimizer.param_groups, abstains=False)
+        period.step(layout, self.context(worker, self.taken + 1), have_met=True)
+        self.model.zero_grad()
+        for slot, first in zip(layout.slots, self._layouts[0].slots, strict=True):
+            slot.grad = None
+            if slot.local is not None and first.local is not None:
+                slot.local.anchor = first.local.anchor  # Equal, so all share its memory.
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.taken += 1
+        options, ranks = self.optimizer.options, len(self.workers)
+        if self.taken % options.vote_every and self.taken != self.setting.steps:
+            return
+        slots = [slot for layout in self._layouts for slot in layout.slots]
+        number = self._periods[0].exchanges + 1
+        for slot in slots:
+            slot.moves = slot.local is not None
+        scale = SCALES[self.context(0, number).bits]
+        self._average(scale, displacement, _end_period, number)
+        for period in self._periods:
+            period.reset(number)
+        for slot in slots:
+            slot.local = None
+        every = options.momentum_sync_every
+        if every and number % every == 0:
+            for slot, momentum in zip(slots, itertools.chain(*self.momenta), strict=True):
+                slot.momentum = momentum
+            read, apply = momentum_sync.read_momentum, momentum_sync.apply_mean
+            self._average(momentum_sync.SCALE, read, apply, number)
+        # A header, and a checksum of the anchors.
+        self.bytes_sent += (HEADER_BYTES + 8) * (ranks - 1)
+
+    def _average(
+        self,
+        scale: Scale,
+        source: Callable[..., Tensor],
+        move: Callable[[Message, StepContext, Mean], None],
+        number: int,
+    ) -> None:
+        """Averages what `source` returns of each worker, as `steps.quantized_mean` does."""
+        contexts = [self.context(worker, number) for worker in self.workers]
+        sources = [partial(source, context=context) for context in contexts]
+        rule, ranks = Average(len(self.workers), scale.bits), len(self.workers)
+        amounts = [
+            scale.amounts(layout.slots, layout.messages, own, context)
+            for layout, own, context in zip(self._layouts, sources, contexts, strict=True)
+        ]
+        self.bytes_sent += 8 * (ranks - 1) * len(self.params)
+        for layout in self._layouts:
+            scale.set_magnitudes(layout.slots, amounts)
+        for messages in zip(*(layout.messages for layout in self._layouts), strict=True):
+            votes = [
+                encode(message, context, own, bits=scale.bits, by_tensor=True)
+                for message, own, context in zip(messages, sources, contexts, strict=True)
+            ]
+            verdict = self.verdict_on(messages[0], votes, rule, contexts[0].phase)
+            for message, context, vote in zip(messages, contexts, votes, strict=True):
+                move(message, context, Mean(vote, verdict, rule, scale, context))
+
+    def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
+        self.show(0)
+        period, layout = self._periods[0], self._layouts[0]
+        period.show(layout)  # What all ranks have in common, as in `common_weights`.
+        found = validation(self.model)
+        period.hide(layout)
+        return found
+
+
+def _end_period(message: Message, context: StepContext, mean: Mean) -> None:
+    form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)
