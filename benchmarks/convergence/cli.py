@@ -13,11 +13,7 @@ from typing import Any
 from benchmarks.command import environment, exit_code_of
 from benchmarks.convergence import report
 from benchmarks.convergence.files import digest
-from benchmarks.convergence.methods import (
-    IN_PROCESS,
-    NOT_TRAINED,
-    check_method,
-)
+from benchmarks.convergence.methods import NOT_TRAINED, check_method, needs_real_ranks
 from benchmarks.convergence.results import Records, Trial, results
 from benchmarks.convergence.setting import WARMUP, Setting
 from benchmarks.convergence.tasks import TASKS, task_class
@@ -39,7 +35,7 @@ SCALES: dict[str, dict[str, Any]] = {
     },
     # For the tasks with SmolLM2; a run takes about an hour of one core.
     "llm": {
-        "methods": ["adamw", "lion", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
+        "methods": ["adamw", "majority", "bits2", "bits4"], "workers": [2], "batch": [2],
         "sequence": 128, "hidden": 576, "layers": 30, "steps": 160, "seeds": 3, "evaluations": 4,
         "base_steps": 0, "clip": 1.0,
     },
@@ -166,7 +162,7 @@ def _factor(text: str) -> tuple[str, float]:
 def _parser() -> argparse.ArgumentParser:
     lines = ["methods (+: only with --real):"]
     for name, method in METHODS.items():
-        mark = " " if name in IN_PROCESS else "+"
+        mark = "+" if needs_real_ranks(name) else " "
         lines += [f" {mark} {name:17}{method.about}"] * (name not in NOT_TRAINED)
     lines += ["", "tasks:", *(f"   {name:17}{line}" for name, (_, line) in TASKS.items())]
     made = Parser(
@@ -203,8 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr-lion", nargs="+", type=above_zero, help=rates.format("Lion and DistributedLion"))
     add("--weight-decay", type=float, default=0.1, help="Weight decay (default: 0.1).")
     clip = (
-        "Clip gradients to this norm, each rank's gradient if ranks vote, else the mean "
-        "(default: don't clip; 1 with --scale llm)."
+        "Clip gradients to this norm, those that DDP has averaged, or each rank's own (default: "
+        "don't clip; 1 with --scale llm)."
     )
     add("--clip", type=float, metavar="NORM", help=clip)
     betas = "Betas of {} (default: {:g} {:g})."

@@ -37,8 +37,8 @@ class Setting(Hyper):
         evaluations: Number of validation losses, including that at the end.
         base_steps: Steps of AdamW that trained the base of a fine-tuning; 0 in other tasks.
         real: Whether each rank is a process.
-        clip: Norm that gradients are clipped to, each rank's gradient if ranks vote, else the mean;
-            0 disables clipping.
+        clip: Norm that gradients are clipped to, those that DDP has averaged, or each rank's own; 0
+            disables clipping.
         warmup: Share of the steps in which the learning rate rises.
         text: Hash of the contents of `files`, in the task "text".
         vocabulary: Number of tokens that the task "text" trains a tokenizer for.

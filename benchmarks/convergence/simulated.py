@@ -1,8 +1,11 @@
-"""Methods whose N workers share this process, with the bits of real ranks."""
+"""Methods whose N workers share this process, without a network.
+
+They have the bits of real ranks if no gradient is Inf or NaN on all workers at once, except that
+gloo adds the numbers of three and more ranks in another order (`adamw`, `lion`, and LocalSGD).
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,11 +23,10 @@ from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import flat_gradient
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout, Message, Scratch
-from hf_dlion.core.lion import apply_verdict, direction, encode
+from hf_dlion.core.lion import apply_verdict, direction, encode, set_mean_magnitudes
 from hf_dlion.core.rule import Average, Rule, rule_of, verdict_planes
 from hf_dlion.core.slot import Slot
-from hf_dlion.core.votes import Verdict
-from hf_dlion.core.votes import Votes as Sent
+from hf_dlion.core.votes import Verdict, Votes
 from hf_dlion.gpu import form
 from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import wire_bytes
@@ -46,22 +48,24 @@ class Averaged(Workers):
         # autograd has added the workers' gradients.
         for param in self.params:
             if param.grad is not None:
-                param.grad /= len(self.workers)
+                param.grad /= self.setting.workers
         self.clip()
-        self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=len(self.workers))
+        self.bytes_sent += ring_bytes(
+            sum(map(Tensor.numel, self.params)), ranks=self.setting.workers
+        )
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
-class LocalSGD(Workers):
+class SimulatedLocalSGD(Workers):
     """Workers with an AdamW and weights of their own, which are averaged every few steps."""
 
     def __init__(self, task: Task, setting: Setting, every: int) -> None:
         super().__init__(task, setting)
         self.separate()
         self._every, self._taken = every, 0
-        self._optimizers = [adamw(self.model, setting) for _ in self.workers]
+        self._optimizers = [adamw(self.model, setting) for _ in self.numbers]
 
     def collect(self, worker: int, lr: float) -> None:
         self.clip()
@@ -74,9 +78,9 @@ class LocalSGD(Workers):
         self._taken += 1
         if self._taken % self._every and self._taken != self.setting.steps:
             return
-        ranks = len(self.workers)
+        ranks = self.setting.workers
         for of_param in zip(*self.weights, strict=True):
-            mean = torch.stack([own / ranks for own in of_param]).sum(dim=0)
+            mean = sum([own / ranks for own in of_param[1:]], of_param[0] / ranks)
             for own in of_param:
                 own.copy_(mean)
         self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=ranks)
@@ -86,23 +90,22 @@ class LocalSGD(Workers):
         return validation(self.model)
 
 
-class Lions(Workers):
-    """Workers of DistributedLion, each with momenta of its own.
+class SimulatedLion(Workers):
+    """Workers of DistributedLion, each with momenta of its own, by the package's functions.
 
-    They use the package's functions, without a network. Each worker's gradients are clipped by
-    themselves.
+    Attributes:
+        optimizer: Keeps the parameter groups, and has checked the options.
+        taken: Number of steps.
+        momenta: Momenta by worker, flat, one after the other.
     """
 
     def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
         super().__init__(task, setting)
-        # Keeps the parameter groups, and checks the options.
         self.optimizer = distributed_lion(self.model, setting, **options)
         self.taken = 0
-        self.momenta = [
-            [torch.zeros(param.numel(), dtype=param.dtype) for param in self.params]
-            for _ in self.workers
-        ]
-        self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.workers]
+        self._sizes = [param.numel() for param in self.params]
+        self.momenta = [torch.zeros(sum(self._sizes)) for _ in self.numbers]
+        self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.numbers]
         self._scratch = Scratch()
 
     def layout_of(self, weights: Iterable[Tensor]) -> Layout:
@@ -114,21 +117,25 @@ class Lions(Workers):
     def context(self, worker: int, step: int) -> StepContext:
         """Returns a worker's context of a step, or of an exchange."""
         return StepContext(
-            step=step, voter=worker, voters=len(self.workers), options=self.optimizer.options,
+            step=step, voter=worker, voters=self.setting.workers, options=self.optimizer.options,
             groups=self.optimizer.param_groups, state=self._states[worker], scratch=self._scratch,
         )  # fmt: skip
 
+    def momenta_of(self, worker: int) -> list[Tensor]:
+        """Returns a worker's momenta by parameter, flat."""
+        return list(torch.split(self.momenta[worker], self._sizes))
+
     def fill(self, layout: Layout, worker: int, grads: Iterable[Tensor | None]) -> None:
         """Gives slots a worker's gradients and momenta; it abstains if a gradient isn't finite."""
-        for slot, grad, momentum in zip(layout.slots, grads, self.momenta[worker], strict=True):
+        for slot, grad, momentum in zip(layout.slots, grads, self.momenta_of(worker), strict=True):
             slot.grad = None if grad is None else flat_gradient("", grad, slot.param)
             slot.momentum = None if grad is None else momentum
         if not survey(layout.slots):
             layout.abstain(False, [False] * len(layout.slots))
 
-    def verdict_on(self, message: Message, votes: list[Sent], rule: Rule, phase: int) -> Verdict:
+    def count_votes(self, message: Message, votes: list[Votes], rule: Rule, phase: int) -> Verdict:
         """Returns the verdict of all workers' votes on a message, and counts their bytes."""
-        ranks, bits = len(self.workers), len(votes[0].planes)
+        ranks, bits = self.setting.workers, len(votes[0].planes)
         voters = torch.stack([vote.active for vote in votes]).sum(dim=0)
         planes, by_word = [list(vote.planes) for vote in votes], message.rows.by_word(voters)
         sizes = {"ranks": ranks, "words": message.words, "rows": len(message.rows)}
@@ -137,7 +144,7 @@ class Lions(Workers):
         return Verdict(verdict_planes(planes, by_word, rule, phase), voters)
 
 
-class Votes(Lions):
+class SimulatedVotes(SimulatedLion):
     """Workers that vote in every step."""
 
     def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
@@ -154,7 +161,7 @@ class Votes(Lions):
     def step(self, lr: float) -> None:
         self.taken += 1
         set_lr(self.optimizer, lr)
-        options, layout, ranks = self.optimizer.options, self._layout, len(self.workers)
+        options, layout, ranks = self.optimizer.options, self._layout, self.setting.workers
         rule, by_worker = rule_of(options, ranks), []
         for slot in layout.slots:
             slot.moves = False
@@ -164,13 +171,14 @@ class Votes(Lions):
             for slot in layout.slots:
                 slot.moves |= slot.grad is not None
             context.age_rows(layout.slots)
+            set_mean_magnitudes(layout, context)
             source = partial(direction, context=context)
             by_worker.append([
                 encode(message, context, source, bits=context.bits) for message in layout.messages
             ])  # fmt: skip
         for message, *votes in zip(layout.messages, *by_worker, strict=True):
             context = self.context(0, self.taken)
-            verdict = self.verdict_on(message, votes, rule, context.phase)
+            verdict = self.count_votes(message, votes, rule, context.phase)
             apply_verdict(message, verdict, rule, context)
         self.bytes_sent += HEADER_BYTES * (ranks - 1)
         if options.momentum_sync_every:
@@ -179,19 +187,16 @@ class Votes(Lions):
 
     def _average_momenta(self, every: int) -> None:
         """Averages momenta the way `hf_dlion.steps.momentum_sync` does between ranks."""
-        flat = [torch.cat(held) for held in self.momenta]
-        start, stop = momentum_sync.slice_of(flat[0].numel(), every, self.taken)
-        parts = [momentum[start:stop] for momentum in flat]
+        start, stop = momentum_sync.slice_of(sum(self._sizes), every, self.taken)
+        parts = [momentum[start:stop] for momentum in self.momenta]
         rounded = torch.stack([part.bfloat16() for part in parts]).float()
         mean = rounded.mean(dim=0).bfloat16().float()
         for part, old in zip(parts, rounded, strict=True):
             part.copy_(mean + (part - old))
-        sizes = [param.numel() for param in self.params]
-        self.momenta = [list(momentum.split(sizes)) for momentum in flat]
         self.bytes_sent += ring_bytes(stop - start, 2, len(parts))
 
 
-class LocalSteps(Lions):
+class SimulatedLocalSteps(SimulatedLion):
     """Workers that take local steps (`vote_every`), with weights of their own in a period."""
 
     def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
@@ -199,7 +204,7 @@ class LocalSteps(Lions):
         self.separate()
         every = self.optimizer.options.vote_every
         self._layouts = [self.layout_of(weights) for weights in self.weights]
-        self._periods = [local.LocalSteps(every, {}) for _ in self.workers]
+        self._periods = [local.LocalSteps(every, {}) for _ in self.numbers]
 
     @torch.no_grad()
     def collect(self, worker: int, lr: float) -> None:
@@ -207,7 +212,6 @@ class LocalSteps(Lions):
         set_lr(self.optimizer, lr)
         layout, period = self._layouts[worker], self._periods[worker]
         self.fill(layout, worker, [param.grad for param in self.params])
-        period.begin_step(self.optimizer.param_groups, abstains=False)
         period.step(layout, self.context(worker, self.taken + 1), have_met=True)
         self.model.zero_grad()
         for slot, first in zip(layout.slots, self._layouts[0].slots, strict=True):
@@ -218,23 +222,24 @@ class LocalSteps(Lions):
     @torch.no_grad()
     def step(self, lr: float) -> None:
         self.taken += 1
-        options, ranks = self.optimizer.options, len(self.workers)
+        options, ranks = self.optimizer.options, self.setting.workers
         if self.taken % options.vote_every and self.taken != self.setting.steps:
             return
-        slots = [slot for layout in self._layouts for slot in layout.slots]
         number = self._periods[0].exchanges + 1
-        for slot in slots:
-            slot.moves = slot.local is not None
-        scale = SCALES[self.context(0, number).bits]
-        self._average(scale, displacement, _end_period, number)
-        for period in self._periods:
+        for slots in zip(*(layout.slots for layout in self._layouts), strict=True):
+            used = any(slot.local is not None and slot.local.used for slot in slots)
+            for slot in slots:
+                slot.moves = used
+        self._average(SCALES[options.bits or 1], displacement, _end_period, number)
+        for period, layout in zip(self._periods, self._layouts, strict=True):
             period.reset(number)
-        for slot in slots:
-            slot.local = None
+            for slot in layout.slots:
+                slot.local = None
         every = options.momentum_sync_every
         if every and number % every == 0:
-            for slot, momentum in zip(slots, itertools.chain(*self.momenta), strict=True):
-                slot.momentum = momentum
+            for worker, layout in enumerate(self._layouts):
+                for slot, momentum in zip(layout.slots, self.momenta_of(worker), strict=True):
+                    slot.momentum = momentum
             read, apply = momentum_sync.read_momentum, momentum_sync.apply_mean
             self._average(momentum_sync.SCALE, read, apply, number)
         # A header, and a checksum of the anchors.
@@ -248,9 +253,9 @@ class LocalSteps(Lions):
         number: int,
     ) -> None:
         """Averages what `source` returns of each worker, as `steps.quantized_mean` does."""
-        contexts = [self.context(worker, number) for worker in self.workers]
+        contexts = [self.context(worker, number) for worker in self.numbers]
         sources = [partial(source, context=context) for context in contexts]
-        rule, ranks = Average(len(self.workers), scale.bits), len(self.workers)
+        rule, ranks = Average(self.setting.workers, scale.bits), self.setting.workers
         amounts = [
             scale.amounts(layout.slots, layout.messages, own, context)
             for layout, own, context in zip(self._layouts, sources, contexts, strict=True)
@@ -263,7 +268,7 @@ class LocalSteps(Lions):
                 encode(message, context, own, bits=scale.bits, by_tensor=True)
                 for message, own, context in zip(messages, sources, contexts, strict=True)
             ]
-            verdict = self.verdict_on(messages[0], votes, rule, contexts[0].phase)
+            verdict = self.count_votes(messages[0], votes, rule, contexts[0].phase)
             for message, context, vote in zip(messages, contexts, votes, strict=True):
                 move(message, context, Mean(vote, verdict, rule, scale, context))
 

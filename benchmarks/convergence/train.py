@@ -23,9 +23,8 @@ from benchmarks.ranks import launch
 def simulate(setting: Setting) -> dict[str, Any]:
     """Trains with all workers in this process; returns the record of the run."""
     check_method(setting)
-    task, make = task_class(setting.task)(setting), in_process(setting.method)
-    assert make is not None  # It has been checked.
-    return train(setting, task, make(task, setting))
+    task = task_class(setting.task)(setting)
+    return train(setting, task, in_process(setting.method)(task, setting))
 
 
 def run_real(setting: Setting) -> dict[str, Any]:
@@ -41,41 +40,41 @@ def run_real(setting: Setting) -> dict[str, Any]:
 
 def _rank(setting: Setting, path: Path) -> None:
     task = task_class(setting.task)(setting)
-    method = RealRank(task, setting)
-    record = train(setting, task, method)
-    method.close()
+    rank = RealRank(task, setting)
+    record = train(setting, task, rank)
+    rank.close()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(record))
 
 
-def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
-    """Trains a method's model; returns the record, with None as the loss if it diverged."""
+def train(setting: Setting, task: Task, workers: Workers) -> dict[str, Any]:
+    """Trains the workers; returns the record, with None as the loss if it diverged."""
     evaluated_after = set(setting.evaluated_after())
-    curve = [(0, method.evaluated(task.validation))]
+    curve = [(0, workers.evaluated(task.validation))]
     divergences = []
     # Processor time, which other work on the machine doesn't change.
     gradient_s, taken = [], 0
     begin, failure = time.perf_counter(), None
     for step in range(setting.steps):
         total, lr = 0.0, setting.lr_at(step)
-        for worker in method.workers:
-            method.show(worker)
+        for worker in workers.numbers:
+            workers.show(worker)
             batch = task.batch(worker, step, setting.seed)
             before = time.process_time()
-            loss = task.loss(method.model, batch)
+            loss = task.loss(workers.model, batch)
             loss.backward()
             gradient_s.append(time.process_time() - before)
             total += float(loss.detach())
-            method.collect(worker, lr)
-        total = method.total(total)
+            workers.collect(worker, lr)
+        total = workers.total(total)
         if not math.isfinite(total):
             failure = f"the training loss of step {step} is {total}"
             break
-        method.step(lr)
+        workers.step(lr)
         taken += 1
         if step + 1 in evaluated_after:
-            curve.append((step + 1, method.evaluated(task.validation)))
-            divergences += [[step + 1, found]] if (found := method.divergences()) else []
+            curve.append((step + 1, workers.evaluated(task.validation)))
+            divergences += [[step + 1, found]] if (found := workers.divergences()) else []
     last = curve[-1][1]
     return {
         "key": setting.key,
@@ -83,10 +82,10 @@ def train(setting: Setting, task: Task, method: Workers) -> dict[str, Any]:
         "loss": last if failure is None and math.isfinite(last) else None,
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
-        "details": None if failure else method.evaluated(task.details),
+        "details": None if failure else workers.evaluated(task.details),
         **({"divergences": divergences} if divergences else {}),
-        "parameters": sum(param.numel() for param in method.params),
-        "bytes_per_step": method.bytes_sent / max(taken, 1),
+        "parameters": sum(param.numel() for param in workers.params),
+        "bytes_per_step": workers.bytes_sent / max(taken, 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),
         "seconds": time.perf_counter() - begin,
     }

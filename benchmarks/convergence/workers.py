@@ -19,22 +19,22 @@ from hf_dlion import DistributedLion
 
 
 class Workers(ABC):
-    """All workers of a run, which share one model; or one rank.
+    """All workers of a run, in one process, or the one of a real rank.
 
     Attributes:
-        workers: Workers whose gradients this process computes.
-        model: Model of these workers.
+        numbers: Numbers of the workers whose gradients this process computes.
+        model: Model that computes their gradients, one after the other.
         params: Its trainable parameters, in the order of the parameter groups.
         weights: Weights of each worker, if workers have their own: tensors like `params`.
         bytes_sent: Bytes that a rank has sent so far.
     """
 
-    workers: Sequence[int]
+    numbers: Sequence[int]
     weights: Sequence[Sequence[Tensor]] = ()
     bytes_sent: float = 0.0
 
     def __init__(self, task: Task, setting: Setting) -> None:
-        self.setting, self.workers = setting, range(setting.workers)
+        self.setting, self.numbers = setting, range(setting.workers)
         self.model = task.model(setting.seed)
         if setting.bf16:  # As Accelerate does it.
             self.model.forward = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
@@ -42,12 +42,12 @@ class Workers(ABC):
         self.params = [param for group in groups for _, param in group["params"]]
 
     def total(self, loss: float) -> float:
-        """Returns the sum of all workers' losses."""
+        """Returns the sum of all workers' losses, given that of the workers in this process."""
         return loss
 
     def separate(self) -> None:
         """Gives each worker weights of its own."""
-        self.weights = [[param.detach().clone() for param in self.params] for _ in self.workers]
+        self.weights = [[param.detach().clone() for param in self.params] for _ in self.numbers]
 
     def show(self, worker: int) -> None:
         """Puts a worker's weights into the model, if workers have their own."""
@@ -56,11 +56,14 @@ class Workers(ABC):
                 param.data = own
 
     def collect(self, worker: int, lr: float) -> None:  # noqa: B027
-        """Uses the gradients in the model after a worker's backward."""
+        """Takes a worker's gradients from the model, or leaves them there to add those of others.
+
+        A worker with weights of its own takes its step.
+        """
 
     @abstractmethod
     def step(self, lr: float) -> None:
-        """Ends a step, after all workers' gradients."""
+        """Ends a step of all workers: moves the common weights, or averages their own if due."""
 
     def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
         """Returns what `validation` finds; NaN on ranks whose record isn't kept."""
@@ -84,7 +87,7 @@ class RealRank(Workers):
 
     def __init__(self, task: Task, setting: Setting) -> None:
         super().__init__(task, setting)
-        self.workers = [dist.get_rank()]
+        self.numbers = [dist.get_rank()]
         self._rank = method_of(setting.method).make(self.model, setting)
         self.model = self._rank.model
 
