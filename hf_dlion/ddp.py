@@ -41,7 +41,8 @@ class WrapperState:
     """The hook's state: the optimizers that own the wrapper's parameters.
 
     The latest owner of a parameter counts. A copied or unpickled state has no owners, so a copied
-    wrapper averages its gradients.
+    wrapper averages its gradients. A wrapper whose owner was dropped without `detach` refuses to go
+    on, because garbage is collected at another time on each rank.
 
     Attributes:
         ddp: Weak reference to the wrapper.
@@ -63,6 +64,11 @@ class WrapperState:
     def owners(self) -> list[Owner]:
         """The attached optimizers, the latest last."""
         return [owner for ref in self._owners if (owner := ref()) is not None]
+
+    @property
+    def has_lost_owner(self) -> bool:
+        """Whether an owner was dropped without `detach`."""
+        return len(self.owners) < len(self._owners)
 
     def set_owners(self, owners: list[Owner]) -> None:
         """Replaces the owners."""
@@ -89,7 +95,7 @@ class WrapperState:
 
 
 class _Off:
-    """False while a wrapper has owners, also if `no_sync()` puts it back after they have gone.
+    """False while a wrapper has all its owners, also if `no_sync()` puts it back afterwards.
 
     It copies and pickles as True, so a copied wrapper averages.
     """
@@ -98,7 +104,7 @@ class _Off:
         self._state = state
 
     def __bool__(self) -> bool:
-        return not self._state.owners
+        return not self._state.owners or self._state.has_lost_owner
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
         return bool, (True,)
@@ -122,11 +128,18 @@ def lion_hook(
         bucket: DDP's bucket of gradients.
 
     Raises:
-        RuntimeError: In `ddp.join()`, or if a parameter of the bucket has no owner.
+        RuntimeError: In `ddp.join()`, if a parameter of the bucket has no owner, or if an owner was
+            dropped without `detach`.
     """
     ddp, owners = state.ddp(), state.owners
     assert ddp is not None  # The wrapper's reducer calls this function.
     state.calls += 1
+    if state.has_lost_owner:
+        raise RuntimeError(
+            "a DistributedLion that was attached to the DDP wrapper is gone, so nothing would use "
+            "the gradients of its parameters: keep it, or call its detach() on every rank before "
+            "you drop it. To go on without it, wrap the model in DistributedDataParallel again"
+        )
     if not owners:
         return allreduce_hook(ddp.process_group, bucket)
     _refuse_join(ddp)
@@ -202,8 +215,6 @@ def attach(model: nn.Module, owner: Owner) -> None:
     # DDP broadcasts the order of buckets after its first backward: now, not in a later forward.
     ddp.reducer._rebuild_buckets()
     state.set_owners([*earlier, owner])
-    # If the last owner is garbage-collected, the wrapper averages again, but not at Python's exit.
-    weakref.finalize(owner, _drop_garbage, weakref.ref(state)).atexit = False
     _watch_steps()
 
 
@@ -294,11 +305,6 @@ def _broadcasts_state(ddp: DistributedDataParallel) -> bool:
         if buffer is not None and name not in module._non_persistent_buffers_set
     )
     return bool(ddp.broadcast_buffers) and not ddp.parameters_to_ignore.issuperset(state)
-
-
-def _drop_garbage(state_ref: weakref.ref[WrapperState]) -> None:
-    if (state := state_ref()) is not None:
-        state.set_owners(state.owners)
 
 
 def _refuse_other_reductions(ddp: DistributedDataParallel) -> None:

@@ -54,7 +54,8 @@ class Guards:
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
         self._comparisons = 0
-        self._attached: Layout | None = None  # The layout for which `attach` was called as needed.
+        # The layout and the number of wrappers for which `attach` was called as needed.
+        self._attached: tuple[Layout, int] | None = None
 
     # What is noted.
 
@@ -83,12 +84,13 @@ class Guards:
                 hook averages a parameter's gradient in the node, or did since the last step; or as
                 `Abstentions.check`.
         """
-        if self._attached is not layout:
+        now = layout, len(ddp.attached_wrappers(self._owner))  # A wrapper may have been dropped.
+        if self._attached != now:
             self._check_models()
             if self._options.local_group not in (None, 1) and ranks is not None:
                 self._check_hooks(ranks)
             # In its first backward, a hook notes which gradients it averages.
-            self._attached = layout if any(report.present) else None
+            self._attached = now if any(report.present) else None
         if ranks is not None and ranks.node is not None:
             self._check_averages(layout)
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
@@ -134,7 +136,7 @@ class Guards:
                     f"DDP doesn't average the gradient of {name!r} inside a node, as "
                     f"local_group={local_group!r} needs: it was unfrozen after the "
                     f"model was wrapped, or is outside of the wrapper. Wrap the model in "
-                    f"DistributedDataParallel again, and call optimizer.attach(ddp_model)"
+                    f"DistributedDataParallel again, and call detach() and attach(ddp_model)"
                 )
 
     def _check_averages(self, layout: Layout) -> None:

@@ -251,6 +251,7 @@ class DistributedLion(torch.optim.Optimizer):
         `exchange_now` first to keep the steps since then.
         """
         fsdp.reshard(self.params.fsdp_models)  # So the next forward gathers what is written.
+        self.params.fsdp_models.clear()
         ddp.detach(self)
         self._note_attach()
         if self.local is not None:
@@ -281,15 +282,18 @@ class DistributedLion(torch.optim.Optimizer):
                 )
             return
         report, layout = Report(Kind.EXCHANGE), Layout()
-        with self.peers.all_or_none(report):
-            layout = self.params.fresh_layout()
-            local.begin_exchange(layout)
-            self.guards.abstentions.check(self.peers.ranks)
-        agreed, number, warnings = self.peers.agree(report, layout), 0, list[str]()
-        if (ranks := self.peers.ranks) is not None and self.peers.voters > 1:
-            number, warnings = local.exchange(layout, agreed, self._context(0), ranks)
-        self._run_periodic_tasks(number, layout)
-        layout.release()
+        number, warnings = 0, list[str]()
+        try:
+            with self.peers.all_or_none(report):
+                layout = self.params.fresh_layout()
+                local.begin_exchange(layout)
+                self.guards.abstentions.check(self.peers.ranks)
+            agreed = self.peers.agree(report, layout)
+            if (ranks := self.peers.ranks) is not None and self.peers.voter_count > 1:
+                number, warnings = local.exchange(layout, agreed, self._context(0), ranks)
+            self._run_periodic_tasks(number, layout)
+        finally:
+            layout.release()
         for text in warnings:
             warn(text, stacklevel=4)
 
@@ -356,30 +360,34 @@ class DistributedLion(torch.optim.Optimizer):
         Raises:
             Disagreement: On every rank, before anything moves, if the ranks differ in what must be
                 equal, or if one failed; that rank raises its own error. With local steps, at the
-                next exchange.
+                next exchange, which weights that were replaced let fail after its local step; and
+                after the step, if `check_replicas_every` finds that replicas differ.
             LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, in `common_weights` between two exchanges.
         """
         loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
         report, layout = Report(Kind.STEP), Layout()
-        with self.peers.all_or_none(report):  # What fails in here waits for the header.
-            layout = self.params.fresh_layout()
-            if self.local is not None:
-                report.kind = self.local.next_kind(layout)
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+        try:
+            with self.peers.all_or_none(report):  # What fails in here waits for the header.
                 layout = self.params.fresh_layout()
-            report.finite = self.params.collect(layout)
-            report.present = [slot.grad is not None for slot in layout.slots]
-            self.guards.check(layout, report, self.peers.ranks)
-            if self.local is not None:
-                self.local.begin_step(self.param_groups, abstains=report.abstains)
-            self._warm_up(layout)
-        # All ranks continue, or all raise; a local step has no header, and its rank raises alone.
-        agreed = self.peers.agree(report, layout)
-        warnings = self._take(report, layout, agreed)
+                if self.local is not None:
+                    report.kind = self.local.next_kind(layout)
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                    layout = self.params.fresh_layout()
+                report.finite = self.params.collect(layout)
+                report.present = [slot.grad is not None for slot in layout.slots]
+                self.guards.check(layout, report, self.peers.ranks)
+                if self.local is not None:
+                    self.local.begin_step(self.param_groups, abstains=report.abstains)
+                self._warm_up(layout)
+            # All ranks continue, or all raise; a local step has no header, and raises alone.
+            agreed = self.peers.agree(report, layout)
+            warnings = self._take(report, layout, agreed)
+        finally:
+            layout.release()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
         for text in warnings:  # Last, because a warning may be an error, and ranks would wait.
@@ -396,7 +404,7 @@ class DistributedLion(torch.optim.Optimizer):
         ranks, number, warnings = self.peers.ranks, 0, list[str]()
         have_gradients = any(agreed.gradient_counts)
         # The first step that is counted needs a gradient, which tells what is trained.
-        is_local = self.peers.voters > 1 and (have_gradients or self.steps > 0)
+        is_local = self.peers.voter_count > 1 and (have_gradients or self.steps > 0)
         local = self.local if is_local else None
         self.guards.note_comparisons(self.peers.comparisons)
         if local is None:
@@ -410,7 +418,6 @@ class DistributedLion(torch.optim.Optimizer):
         elif have_gradients:
             number = self._vote(layout, agreed)
         self._run_periodic_tasks(number, layout)
-        layout.release()
         return warnings + new_warnings()
 
     def _local_step(
@@ -433,7 +440,7 @@ class DistributedLion(torch.optim.Optimizer):
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.gradient_counts, strict=True):
             slot.moves = count > 0
-        if ranks is None or self.peers.voters == 1:
+        if ranks is None or self.peers.voter_count == 1:
             context.age_rows(layout.slots)
             plain_lion(layout.all_messages, context)
         else:
@@ -463,7 +470,7 @@ class DistributedLion(torch.optim.Optimizer):
         options, ranks = self.options, self.peers.ranks
         if not number or ranks is None:
             return
-        if options.momentum_sync_every and self.peers.voters > 1:
+        if options.momentum_sync_every and self.peers.voter_count > 1:
             momenta = []
             for slot in layout.slots:
                 if slot.synced and slot.param.requires_grad:
@@ -476,9 +483,9 @@ class DistributedLion(torch.optim.Optimizer):
 
     def _warm_up(self, layout: Layout) -> None:
         """Compiles the kernels that a new layout's steps launch."""
-        if self._warm != (layout, self.peers.voters):
-            warm_up(layout, self.options, self.peers.voters)
-            self._warm = layout, self.peers.voters
+        if self._warm != (layout, self.peers.voter_count):
+            warm_up(layout, self.options, self.peers.voter_count)
+            self._warm = layout, self.peers.voter_count
 
     @torch.inference_mode(False)
     def synchronize_momentum(self) -> None:
@@ -511,7 +518,7 @@ class DistributedLion(torch.optim.Optimizer):
     def _context(self, ahead: int) -> StepContext:
         """Returns the context of the last step that was counted, or of one that is ahead."""
         return StepContext(
-            step=self.steps + ahead, voter=self.peers.voter, voters=self.peers.voters,
+            step=self.steps + ahead, voter=self.peers.voter, voters=self.peers.voter_count,
             options=self.options, groups=self.param_groups, state=self.state,
             scratch=self._scratch,
         )  # fmt: skip
@@ -577,7 +584,7 @@ class DistributedLion(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        if loading.is_own and not self.state:  # Nothing was loaded.
+        if loading.is_own and not self.steps:  # Accelerate's `prepare`, before the first step.
             return
         # Also if this rank loaded its own state, which it may have sent to the others.
         self.params.forget_layout()

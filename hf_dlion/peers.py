@@ -1,7 +1,7 @@
 """The same optimizer on the other ranks: what all do together, and agree on.
 
 all ranks                      agree by                        if one fails
-step, exchange, save, load     a header (`Meetings.agree`)     all raise before anything moves
+step, exchange, save, load     a header (`Meetings.agree`)     all raise, and the step isn't taken
 take a local step              nothing; a node by a gather     it raises, the others at a header
 form nodes or replicas         a meeting in `Topology.form`    all raise
 
@@ -21,6 +21,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
+from hf_dlion.ranks import lost_ranks
 from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Common, Meetings, Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
@@ -55,6 +56,7 @@ class Peers:
                 "local_group can't be combined with replicate: with FSDP2, the ranks of a replica "
                 "already vote as one"
             )
+        lost_ranks.note_world()
         self._params, self._local, self._options = params, local, options
         self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
@@ -82,13 +84,14 @@ class Peers:
         return 0 if self.ranks is None else self.ranks.voter
 
     @property
-    def voters(self) -> int:
+    def voter_count(self) -> int:
         """Number of voters; 1 before the first header, and for one rank alone."""
         return 1 if self.ranks is None else self.ranks.voters.world_size
 
     def topology(self) -> Topology:
         """Returns the groups of ranks. With `replicate`, the first call is a collective."""
         if self.ranks is None:
+            lost_ranks.note_world()
             ranks = Topology(
                 self.process_group,
                 self._options.local_group,

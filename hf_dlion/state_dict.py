@@ -7,7 +7,7 @@ lr, betas, weight decay                    `optimizer.param_groups`    yes      
 number of steps                            `optimizer.param_groups`    yes          yes
 number of exchanges                        `LocalSteps`                no           yes
 anchors, compensations, steps of a period  `Params`, `LocalSteps`      no           no
-names, the layout                          `Params`                    no           no
+names of the model, the layout             `Params`                    no           no
 what the ranks have compared and counted   `Meetings`, `Guards`        no           no
 
 A save ends the period. A single rank's state dict also has ages. `checkpoint` has the files.

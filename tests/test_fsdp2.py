@@ -83,6 +83,28 @@ def test_detach_within_a_period_leaves_the_common_weights_of_a_gathered_model(ra
         assert not torch.equal(model(batch(0, 0)), common)  # leaves the root gathered
         optimizer.detach()
         assert torch.equal(model(batch(0, 0)), common)
+    backward(model, batch(3, rank))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' belongs to no attached model"):
+        optimizer.step()
+    optimizer.attach(model)
+    optimizer.step()
+
+
+@on_ranks(4)
+def test_momenta_of_which_a_shard_has_nothing_are_averaged(rank: int) -> None:
+    """The only row of a parameter is in the first shard."""
+    mesh, model = replicas_of_shards(2, 2), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    fully_shard(model, mesh=mesh["shard"])
+    _, optimizer = plain(
+        model, replicate=mesh["replicate"], vote_every=2, momentum_sync_every=1,
+        momentum_sync="1.bias",
+    )  # fmt: skip
+    optimizer.attach(model)
+    for step in range(2):
+        take_step(optimizer, model, batch(step, rank))
+    assert (optimizer.wire.exchanges, optimizer.steps) == (1, 2)
 
 
 @on_ranks(2)

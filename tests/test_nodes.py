@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_attached_wrappers_equal_the_definition(
     optimizer.detach()
 
 
-@pytest.mark.parametrize("case", ["new", "resumed", "detached", "on rank 1"])
+@pytest.mark.parametrize("case", ["new", "resumed", "detached", "dropped", "on rank 1"])
 @on_ranks(2)
 def test_nodes_need_attach(rank: int, case: str) -> None:
     model, optimizer = plain(local_group=None if case == "on rank 1" and rank == 0 else 2)
@@ -80,6 +81,12 @@ def test_nodes_need_attach(rank: int, case: str) -> None:
         optimizer.attach(model)
         take_step(optimizer, model, batch(0, rank))
         optimizer.detach()
+    if case == "dropped":
+        wrapper = DistributedDataParallel(model)
+        optimizer.attach(wrapper)
+        take_step(optimizer, wrapper, batch(0, rank))
+        del wrapper
+        gc.collect()
     if case == "resumed":
         state = optimizer.state_dict()
         state["param_groups"][0]["step"] = 7
@@ -120,6 +127,20 @@ def test_a_save_that_fails_on_one_rank_of_a_node_raises_on_both(rank: int) -> No
     assert said.startswith("OSError: full" if rank == 1 else "Disagreement: rank 1 saves while")
     take_step(optimizer, ddp, batch(1, rank))
     assert optimizer.steps == 2
+
+
+@on_ranks(4, timeout=30)
+def test_ranks_of_a_node_that_do_different_things_raise_in_all_nodes(rank: int) -> None:
+    ddp, optimizer = attached(local_group=2, vote_every=4)
+    take_step(optimizer, ddp, batch(0, rank))
+    take_step(optimizer, ddp, batch(1, rank))
+    if rank == 1:
+        said = error_of(optimizer.synchronize_momentum)
+    else:
+        said = error_of(optimizer.exchange_now)
+    assert said.startswith("Disagreement: rank 1 synchronizes momenta while"), said
+    optimizer.exchange_now()
+    assert all(map(is_equal_everywhere, ddp.parameters()))
 
 
 @pytest.mark.parametrize(

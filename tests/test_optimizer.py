@@ -196,6 +196,19 @@ def test_a_failing_closure_raises_on_all_ranks_as_often_as_it_fails(rank: int) -
         assert torch.equal(param, before)
 
 
+@pytest.mark.parametrize("vote_every", [1, 2])
+@on_ranks(2)
+def test_a_step_that_fails_keeps_no_gradient(rank: int, vote_every: int) -> None:
+    param, optimizer = single(vote_every=vote_every)
+    optimizer.step()
+    param.grad = torch.ones_like(param)
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    gradient = weakref.ref(param.grad.untyped_storage())
+    assert error_of(optimizer.step).startswith("Disagreement: ")
+    param.grad = None
+    assert gradient() is None
+
+
 @on_ranks(2)
 def test_all_ranks_raise_if_one_abstains_too_often(rank: int) -> None:
     param, optimizer = single(max_abstained_steps=2)

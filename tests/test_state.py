@@ -25,7 +25,7 @@ from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
-from tests.support.steps import attached, backward, copies, plain, take_step
+from tests.support.steps import attached, backward, copies, plain, single, take_step
 from tests.support.training import (
     batch,
     error_of,
@@ -153,6 +153,17 @@ def test_a_load_of_its_own_state_keeps_what_only_this_rank_has(rank: int, every:
                 model[0].weight.grad[5] = 0.0
             optimizer.step()
         assert same(*(list(model.parameters()) for model, _ in (loaded, straight))), step
+
+
+@on_ranks(2)
+def test_a_load_of_its_own_state_counts_on_a_rank_that_never_had_a_gradient(rank: int) -> None:
+    param, optimizer = single()
+    for _ in range(2):
+        param.grad = torch.ones_like(param) if rank == 0 else None
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.steps == 3
 
 
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:

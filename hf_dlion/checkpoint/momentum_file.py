@@ -31,6 +31,7 @@ from hf_dlion.state_dict import loaded_state
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
+_OTHER_MODEL = "it was saved with another model. Load that one, or continue without load_momentum"
 LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Who loads. A remedy is one that this caller can follow.
 Caller = Literal["loop", "Trainer", "Accelerate"]
@@ -264,8 +265,8 @@ def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
         known = {str(number) for number in range(len(params))}
         if not {key.removeprefix(_AGE) for key in keys} <= known:
             raise CheckpointError(
-                f"{path} holds momenta {sorted(keys)}, but the optimizer has {len(params)} "
-                f"parameters: it was saved with another model"
+                f"{path} holds momenta of other parameters than the {len(params)} that train: "
+                f"{_OTHER_MODEL}"
             )
         saved = {key: file.get_tensor(key) for key in keys}
     _check_state(path, header, lion, caller)
@@ -352,6 +353,5 @@ def _shard(lion: DistributedLion) -> list[int] | None:
 def _other_model(path: Path, found: Tensor, number: int, expected: Tensor) -> CheckpointError:
     return CheckpointError(
         f"{path} holds a momentum of {tuple(found.shape)} {found.dtype} for parameter {number}, "
-        f"which is {tuple(expected.shape)} {expected.dtype} on this rank: it was saved with "
-        f"another model"
+        f"which is {tuple(expected.shape)} {expected.dtype} on this rank: {_OTHER_MODEL}"
     )

@@ -84,8 +84,9 @@ class LocalState:
         if self.anchor.shape != part.shape:
             raise RuntimeError(
                 f"{name!r} had shape {tuple(self.anchor.shape)} in the last local step, and has "
-                f"{tuple(part.shape)} now: call optimizer.exchange_now() on every rank before you "
-                f"resize parameters"
+                f"{tuple(part.shape)} now: give it that shape again, or load the last checkpoint. "
+                f"To resize it, call optimizer.exchange_now() on every rank first, and then make "
+                f"a new optimizer"
             )
         self.anchor = fitted(self.anchor, part, part.dtype)
         if self.own is not None:

@@ -286,17 +286,21 @@ def agree_in_node(
 ) -> tuple[bool, list[bool]]:
     """Returns whether all ranks of a node have finite gradients, and of which parameters all do.
 
-    All ranks of the node must call this. A rank whose step failed passes `finite=False`. Bytes per
+    All ranks of the node must call this. A rank whose step failed passes `finite=False`. If the
+    ranks do different things, they have none, and the next header raises on all nodes. Bytes per
     rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64) more if presence differs and all gradients are
     finite.
 
     Raises:
-        Disagreement: On every rank of the node, if one exchanges and another doesn't.
+        Disagreement: On every rank of the node, if one takes a local step, which has no header, and
+            another does something else.
     """
     words = [kind, finite, digest(pack_bools(present))]
     kinds, all_finite, hashes = node.gather_words(words, "the gradients of a node").t().tolist()
     if len(set(kinds)) > 1:
-        raise_kinds(kinds, node)
+        if Kind.LOCAL_STEP in kinds:
+            raise_kinds(kinds, node)
+        return False, list(present)
     if not all(all_finite) or len(set(hashes)) == 1:
         return all(all_finite), list(present)
     by_rank = gather_bools(node, present, "which parameters have a gradient")

@@ -28,10 +28,24 @@ LOOK_S, REPORTS_S = 0.5, 2.0
 _STORE_S = 1.0
 
 _numbers = itertools.count(1)
-# A number for each default group of this process, because a store may outlive it.
+# A number for each default group of this process, because a store may outlive it; see `note_world`.
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # Default groups whose store didn't answer.
 _mute: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def note_world() -> int | None:
+    """Returns the number of the default group, equal on all ranks; None if there is no group.
+
+    Numbers are given in order, so every rank must call this for every default group: it does when
+    an optimizer is made, and before its first header.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        return None
+    if world not in _worlds:
+        _worlds[world] = next(_numbers)
+    return _worlds[world]
 
 
 def was_reported(group: dist.ProcessGroup) -> bool:
@@ -70,13 +84,8 @@ def report(group: dist.ProcessGroup) -> list[int]:
 
 
 def _key(group: dist.ProcessGroup, name: str) -> str:
-    world = dist.group.WORLD
-    assert world is not None, "the group exists"
-    number = _worlds.get(world)
-    if number is None:
-        number = _worlds[world] = next(_numbers)
     members = "-".join(map(str, dist.get_process_group_ranks(group)))
-    return f"hf_dlion/lost/{number}/{members}/{name}"
+    return f"hf_dlion/lost/{note_world()}/{members}/{name}"
 
 
 def _ask(question: Callable[[Any], T]) -> T | None:

@@ -40,7 +40,8 @@ SCALES = {
 _REPLACED = math.inf
 REMEDY = (
     "Load or change weights on every rank, right after optimizer.exchange_now() or in `with "
-    "optimizer.common_weights():`, and set max_norm=None in nn.Embedding"
+    "optimizer.common_weights():`, and set max_norm=None in nn.Embedding. To go on from the last "
+    "exchange, call optimizer.detach() on every rank, and attach() again"
 )
 
 

@@ -130,8 +130,8 @@ class LocalSteps:
         """Drops gradients that aren't finite, or that another rank of the node doesn't have.
 
         All ranks do this in every step, exchange, save, and load, before any header, so no rank of
-        a node waits for another that is somewhere else. Ranks that do different things raise what
-        failed, or Disagreement.
+        a node waits for another that is somewhere else. If one of them takes a local step and
+        another doesn't, they raise what failed, or Disagreement.
         """
         present = report.present
         finite = report.finite and report.failure is None and bool(present)

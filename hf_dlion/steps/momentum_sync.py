@@ -111,7 +111,7 @@ def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology
     words = torch.tensor(amounts, dtype=torch.float64, device="cpu").view(torch.int64)
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
     SCALE.set_magnitudes(slots, table.tolist())
-    ranks.voters.stats.lap("", messages[0].device)
+    ranks.voters.stats.lap("", slots[0].device)
     in_lockstep([
         average_message(m, SCALE, source, partial(apply_mean, m, context), context, ranks)
         for m in messages

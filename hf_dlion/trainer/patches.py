@@ -16,8 +16,8 @@ With FSDP2, ranks wait for one another's shards and can't meet, so only a failur
 is raised on all of them.
 
 With local steps (`vote_every` above 1), evaluations, saves, and the end of training begin with an
-exchange, before callbacks at the end of their step. Between two exchanges, callbacks that may look
-at weights see those of the last one, and so does a `save_model` of the user's own.
+exchange, before callbacks at the end of their step. Between two exchanges, `save_model` has the
+weights of the last one, and so have callbacks in the events of `_AROUND_EVENTS`.
 """
 
 from __future__ import annotations

@@ -83,6 +83,30 @@ def test_only_the_lost_rank_is_named(
         assert text.startswith(f"rank {rank} lost rank {lost} while waiting for "), text
 
 
+# Rank 0 looks for lost ranks in the first of two groups, and rank 1 never does.
+TWO_WORLDS = """
+import torch, torch.distributed as dist
+from hf_dlion import DistributedLion
+from hf_dlion.ranks import lost_ranks
+
+for world in range(2):
+    dist.init_process_group("gloo")
+    DistributedLion([torch.nn.Parameter(torch.zeros(8))], lr=1e-3)
+    if world == 0 and dist.get_rank() == 0:
+        lost_ranks.was_reported(dist.group.WORLD)
+    keys = [None, None]
+    dist.all_gather_object(keys, lost_ranks._key(dist.group.WORLD, "any") if world else "")
+    dist.destroy_process_group()
+assert keys[0] == keys[1], keys
+"""
+
+
+@pytest.mark.multiproc
+def test_all_ranks_look_for_the_reports_of_the_same_group(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(TWO_WORLDS)
+    run_script(2, [str(program)])
+
+
 @pytest.mark.parametrize("store", ["is silent", "fails"])
 @on_ranks(3)
 def test_without_a_store_one_of_the_others_is_lost_and_no_rank_hangs(rank: int, store: str) -> None:

@@ -547,6 +547,22 @@ def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_after_weights_were_replaced_detach_goes_on_from_the_last_exchange(rank: int) -> None:
+    param, optimizer = single(vote_every=2)
+    for _ in range(3):
+        optimizer.step()
+    with torch.no_grad():
+        param.add_(5.0 * rank)
+    for _ in range(2):
+        assert "call optimizer.detach() on every rank" in error_of(optimizer.step)
+    optimizer.detach()
+    assert is_equal_everywhere(param)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.wire.exchanges == 2
+
+
+@on_ranks(2)
 def test_abstentions_are_counted_once_if_an_exchange_fails(rank: int) -> None:
     param, optimizer = single(vote_every=4)
     param.grad = torch.full_like(param, math.nan if rank else 1.0)
