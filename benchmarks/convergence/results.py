@@ -45,8 +45,12 @@ class Records:
         return len(self._found)
 
     def of(self, setting: Setting) -> Record | None:
-        """Returns the record of a run, or None if it has not run."""
-        return self._found.get(setting.key)
+        """Returns the record of a run, or None if it has not run.
+
+        Real ranks and those in one process have the same results, so each stands for the other.
+        """
+        other = setting.replace(real=not setting.real)
+        return self._found.get(setting.key) or self._found.get(other.key)
 
     def add(self, record: Record) -> None:
         """Appends a record and waits until it is on the disk."""

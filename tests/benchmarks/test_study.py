@@ -221,7 +221,7 @@ def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_
         records.add({"key": setting.key, "loss": 1.0})
     path.write_bytes(path.read_bytes()[:-20])
     again = Records(path)
-    assert again.of(first) is not None
+    assert again.of(first) == again.of(first.replace(real=True)) is not None
     assert again.of(second) is None
     again.add({"key": second.key, "loss": 2.0})
     assert [Records(path).of(setting)["loss"] for setting in (first, second)] == [1.0, 2.0]
