@@ -89,7 +89,7 @@ class WrapperState:
             return
         new_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         votes_alone = bool(owners) and owners[-1].node_group is None
-        local = votes_alone and not new_graph and not _broadcasts_state(ddp)
+        local = votes_alone and not new_graph and not broadcasts_state(ddp)
         sync = cast(bool, _Off(self)) if local else True
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = sync
 
@@ -292,7 +292,7 @@ def _owner_of(owners: Iterable[Owner]) -> dict[Tensor, Owner]:
     return {param: o for o in owners for group in o.param_groups for param in group["params"]}
 
 
-def _broadcasts_state(ddp: DistributedDataParallel) -> bool:
+def broadcasts_state(ddp: DistributedDataParallel) -> bool:
     """Returns whether DDP broadcasts buffers of the state dict before each forward.
 
     Each rank's data may change them, as with batch norm. Other buffers, such as the frequencies of

@@ -55,9 +55,9 @@ _OTHER_WEIGHTS: dict[Caller, str] = {
     "loop": "First load the model of the same checkpoint, in the dtype that was trained, and call "
     "optimizer.exchange_now() before you save a model. To continue with the weights that the model "
     "holds, load no momenta",
-    "Trainer": "The folder mixes two saves, or Trainer didn't load all weights, such as those of "
-    "experts: resume from another checkpoint, or make the model with from_pretrained(checkpoint), "
-    "in the dtype that was trained, before you resume",
+    "Trainer": "The folder mixes two saves, or Trainer didn't load all weights, as it then says, "
+    "such as those of experts: resume from another checkpoint, or make the model with "
+    "from_pretrained(checkpoint), in the dtype that was trained, before you resume",
     "Accelerate": "The folder mixes two saves, or the model has another dtype: load another "
     "folder, or make the model in the dtype that was trained",
 }

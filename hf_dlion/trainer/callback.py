@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
+import hf_dlion.ddp as ddp
 from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
@@ -191,6 +192,7 @@ def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) 
     args = trainer.args
     if lion.options.vote_every == 1 or args.world_size == 1 or not trainer.is_world_process_zero():
         return
+    wrapper = ddp.wrapper_in(trainer.model_wrapped)
     counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     waits = {
         "adds up the ranks' numbers of tokens": (
@@ -200,6 +202,10 @@ def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) 
         "reads every batch on rank 0 and sends it to the others": (
             isinstance(dataloader, DataLoaderDispatcher),
             "accelerator_config={'dispatch_batches': False}",
+        ),
+        "lets DDP send the model's buffers in every forward": (
+            wrapper is not None and ddp.broadcasts_state(wrapper),
+            "ddp_broadcast_buffers=False, unless training changes them, as in batch norm",
         ),
         "counts the input tokens that all ranks have seen": (
             args.include_num_input_tokens_seen != "no",

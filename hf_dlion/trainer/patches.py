@@ -16,8 +16,9 @@ With FSDP2, ranks wait for one another's shards and can't meet, so only a failur
 is raised on all of them.
 
 With local steps (`vote_every` above 1), evaluations, saves, and the end of training begin with an
-exchange, before callbacks at the end of their step. Between two exchanges, `save_model` has the
-weights of the last one, and so have callbacks in the events of `_AROUND_EVENTS`.
+exchange, before callbacks at the end of their step. Between two exchanges, a `save_model`,
+`evaluate`, or `predict` of the user's own has the weights of the last one, and so have callbacks in
+the events of `_AROUND_EVENTS`.
 """
 
 from __future__ import annotations
@@ -304,6 +305,22 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
     save_momentum(lion, output_dir, scaler=state, failure=rest.failure)
 
 
+def _load_from_checkpoint(
+    trainer: Trainer, original: Callable[..., None], checkpoint: str, model: Any = None
+) -> None:
+    """Loads weights into the parameters that train: PEFT puts float32 in the place of 16 bits."""
+    loaded: Any = trainer.model if model is None else model
+    trained = {name: param for name, param in loaded.named_parameters() if param.requires_grad}
+    original(checkpoint, model)
+    if not _uses_lion(trainer):
+        return
+    for name, param in [*loaded.named_parameters()]:
+        if (own := trained.get(name, param)) is not param:
+            own.data.copy_(param.data)
+            module, _, key = name.rpartition(".")
+            loaded.get_submodule(module)._parameters[key] = own
+
+
 def _load_optimizer_and_scheduler(
     trainer: Trainer, original: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
@@ -361,6 +378,12 @@ def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwar
     return original(*args, **kwargs)
 
 
+def _look(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    lion = find_optimizer(trainer.optimizer)
+    with contextlib.nullcontext() if lion is None else lion.common_weights():
+        return original(*args, **kwargs)
+
+
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     if (lion := find_optimizer(trainer.optimizer)) is not None:
         lion.exchange_now()  # If there is no file to load, this model stays.
@@ -415,9 +438,12 @@ def _scaler(trainer: Trainer) -> Any:
 _AROUND: dict[str, Callable[..., Any]] = {
     "create_optimizer": _create_optimizer,
     "_evaluate": _evaluate,  # Also calls a subclass's own `evaluate`.
+    "evaluate": _look,  # The user's own calls.
+    "predict": _look,
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
     "_save_rng_state": _save_rng_state,
+    "_load_from_checkpoint": _load_from_checkpoint,
     "_load_optimizer_and_scheduler": _load_optimizer_and_scheduler,
     "_load_scaler": _load_scaler,
     "_load_best_model": _load_best_model,

@@ -245,13 +245,16 @@ class Stream(IterableDataset[Any]):
 
 
 WAITS = ["accelerator_config={'dispatch_batches': False}", "include_num_input_tokens_seen='no'"]
+BUFFERS = "ddp_broadcast_buffers=False, unless training changes them, as in batch norm"
+DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
 
 
 @pytest.mark.parametrize(
     ("changes", "advised"),
     [
         ({"include_num_input_tokens_seen": "all"}, WAITS),
-        ({"accelerator_config": {"dispatch_batches": False}}, []),
+        (DISPATCHED, []),
+        ({**DISPATCHED, "ddp_broadcast_buffers": True}, [BUFFERS]),
     ],
 )
 @on_ranks(2)
@@ -262,8 +265,11 @@ def test_waits_in_local_steps_are_warned_of(
         tmp_path, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=1,
         **changes,
     )  # fmt: skip
+    model = tiny_llama()
+    if "ddp_broadcast_buffers" in changes:
+        model.register_buffer("fixed", torch.ones(1))
     with logged() as messages:
-        trained(args, train_dataset=Stream())
+        trained(args, train_dataset=Stream(), model=model)
     assert [text.partition("set ")[2] for text in messages] == (advised if rank == 0 else [])
 
 
@@ -382,6 +388,47 @@ def test_a_resumed_run_equals_its_saver(tmp_path: Path, dtype: torch.dtype) -> N
         assert agree(digest, resumed)
         assert same(momenta, found)
         assert agree(begun)
+
+
+class Evaluates(TrainerCallback):
+    """Evaluates in the middle of a period, in a step in which the model holds a rank's own weights.
+
+    Attributes:
+        trainer: The trainer, set later.
+        seen: Losses, and digests of the weights that the model held in the evaluation.
+    """
+
+    trainer: Any = None
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step == 5:
+            with optimizer.optimizer.common_weights():
+                self.seen.append(weights_digest(model))
+            self.seen.append(self.trainer.evaluate()["eval_loss"])
+            self.seen.append(self.trainer.predict(tiny_data(8)).metrics["test_loss"])
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        self.seen.append(weights_digest(model))
+
+
+@on_ranks(2)
+def test_an_evaluation_of_the_users_own_uses_the_weights_of_the_last_exchange(
+    tmp_path: Path,
+) -> None:
+    args = tiny_args(tmp_path, optim_args="vote_every=4", max_steps=7)
+    callback = Evaluates()
+    trainer = tiny_trainer(args, eval_dataset=tiny_data(8), callbacks=[callback])
+    callback.trainer = trainer
+    trainer.train()
+    common, *rest = callback.seen
+    digests = [value for value in rest if isinstance(value, str)]
+    losses = [value for value in rest if not isinstance(value, str)]
+    assert losses == [losses[0]] * 2
+    assert len(digests) >= 2
+    assert set(digests) == {common}
 
 
 class OwnLoop(Trainer):

@@ -329,9 +329,20 @@ def test_training_stops_early_and_ends_with_the_best_model(
     assert Path(best, "dlion_momentum_1_of_2.safetensors").exists()
 
 
-@pytest.mark.parametrize("options", [{"ties": "zero"}, {"vote_every": 3}], ids=["votes", "local"])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"ties": "zero"}, torch.float32),
+        ({"vote_every": 3}, torch.float32),
+        ({"vote_every": 3}, torch.bfloat16),
+    ],
+    ids=["votes", "local", "local, bf16"],
+)
 @on_ranks(2)
-def test_a_peft_model_by_the_class_route_resumes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_peft_model_by_the_class_route_resumes(
+    tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """TRL trains adapters of 16 bits, which PEFT loads in float32."""
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     ends = []
     # Recomputation of either kind changes nothing.
@@ -342,7 +353,7 @@ def test_a_peft_model_by_the_class_route_resumes(tmp_path: Path, options: dict[s
         )  # fmt: skip
         trainer = trained(
             args,
-            model=get_peft_model(tiny_llama(), config),
+            model=get_peft_model(tiny_llama(), config).to(dtype),
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, **options),
             resume=resume,
         )
