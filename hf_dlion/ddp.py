@@ -42,7 +42,7 @@ class WrapperState:
 
     The latest owner of a parameter counts. A copied or unpickled state has no owners, so a copied
     wrapper averages its gradients. A wrapper whose owner was dropped without `detach` refuses to go
-    on, because garbage is collected at another time on each rank.
+    on, because garbage is collected at a different time on each rank.
 
     Attributes:
         ddp: Weak reference to the wrapper.
@@ -76,6 +76,12 @@ class WrapperState:
         self.buckets_checked = False
         self.set_synchronization()
 
+    def remove(self, owner: Owner) -> None:
+        """Removes an owner; one that was dropped is still missed."""
+        self._owners = [ref for ref in self._owners if ref() is not owner]
+        self.buckets_checked = False
+        self.set_synchronization()
+
     def set_synchronization(self) -> None:
         """Turns off DDP's synchronization, as `no_sync()` does, if gradients stay on their rank.
 
@@ -88,10 +94,10 @@ class WrapperState:
         if ddp is None:
             return
         new_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-        votes_alone = bool(owners) and owners[-1].node_group is None
+        votes_alone = bool(self._owners) and (not owners or owners[-1].node_group is None)
         local = votes_alone and not new_graph and not broadcasts_state(ddp)
-        sync = cast(bool, _Off(self)) if local else True
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = sync
+        ddp.require_backward_grad_sync = cast(bool, _Off(self)) if local else True
+        ddp.require_forward_param_sync = not local
 
 
 class _Off:
@@ -138,7 +144,8 @@ def lion_hook(
         raise RuntimeError(
             "a DistributedLion that was attached to the DDP wrapper is gone, so nothing would use "
             "the gradients of its parameters: keep it, or call its detach() on every rank before "
-            "you drop it. To go on without it, wrap the model in DistributedDataParallel again"
+            "you drop it (with Accelerate, optimizer.optimizer.detach()). To go on without it, "
+            "wrap the model in DistributedDataParallel again"
         )
     if not owners:
         return allreduce_hook(ddp.process_group, bucket)
@@ -225,7 +232,7 @@ def detach(owner: Owner) -> None:
     """
     for state in _states.values():
         if owner in state.owners:
-            state.set_owners([other for other in state.owners if other is not owner])
+            state.remove(owner)
 
 
 def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:

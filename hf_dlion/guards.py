@@ -135,8 +135,8 @@ class Guards:
                 raise RuntimeError(
                     f"DDP doesn't average the gradient of {name!r} inside a node, as "
                     f"local_group={local_group!r} needs: it was unfrozen after the "
-                    f"model was wrapped, or is outside of the wrapper. Wrap the model in "
-                    f"DistributedDataParallel again, and call detach() and attach(ddp_model)"
+                    f"model was wrapped, or is outside of the wrapper. Call optimizer.detach(), "
+                    f"wrap the model in DistributedDataParallel again, and call attach(ddp_model)"
                 )
 
     def _check_averages(self, layout: Layout) -> None:

@@ -248,7 +248,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Lets the attached DDP wrappers average gradients again; every rank must call this.
 
         With `vote_every` above 1, the model then holds the weights of the last exchange. Call
-        `exchange_now` first to keep the steps since then.
+        `exchange_now` first to keep the steps since then. FSDP2 models are forgotten, so `step`
+        needs `attach` again.
         """
         fsdp.reshard(self.params.fsdp_models)  # So the next forward gathers what is written.
         self.params.fsdp_models.clear()
@@ -360,8 +361,8 @@ class DistributedLion(torch.optim.Optimizer):
         Raises:
             Disagreement: On every rank, before anything moves, if the ranks differ in what must be
                 equal, or if one failed; that rank raises its own error. With local steps, at the
-                next exchange, which weights that were replaced let fail after its local step; and
-                after the step, if `check_replicas_every` finds that replicas differ.
+                next exchange. After the step, if `check_replicas_every` finds that replicas differ;
+                and after the local step of an exchange, if weights were replaced.
             LostRank: If another rank ended or stalled.
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, in `common_weights` between two exchanges.

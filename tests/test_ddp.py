@@ -223,25 +223,30 @@ def test_a_wrapper_whose_owner_is_detached_inside_no_sync_averages_after_it(rank
     assert averages(ddp, rank)
 
 
+@pytest.mark.parametrize("collects", [0, 1])
 @pytest.mark.parametrize("first", [True, False])
 @on_ranks(2, timeout=30)
 def test_an_owner_that_is_dropped_without_detach_is_missed_on_all_ranks(
-    rank: int, first: bool
+    rank: int, first: bool, collects: int
 ) -> None:
-    """Though garbage is collected on rank 0 alone, no rank waits for the other."""
+    """Though garbage is collected on one rank alone, no rank waits for the other."""
     ddp = DistributedDataParallel(Model())
     owners = [Owner(part.parameters()) for part in (ddp.module.first, ddp.module.second)]
     for owner in owners:
         introduce(owner)
     for owner in owners:
         attach(ddp, owner)
-    assert is_local(ddp, rank)
+    if collects == 0:  # Else it is dropped before the first forward.
+        assert is_local(ddp, rank)
     ring = [owners.pop(0 if first else 1)]
     ring.append(ring)
     gc.disable()
     del owner, ring
-    if rank == 0:
+    if rank == collects:
         gc.collect()
+    if first:
+        detach(owners[0])  # The other one is still missed.
+    if rank == collects:
         assert "a DistributedLion that was attached to the DDP wrapper is gone" in error_of(
             backward, ddp, rank
         )

@@ -47,10 +47,14 @@ class Records:
     def of(self, setting: Setting) -> Record | None:
         """Returns the record of a run, or None if it has not run.
 
-        Real ranks and those in one process have the same results, so each stands for the other.
+        Real ranks and those in one process have the same results, but for the order of sums, so
+        each stands for the other. Not for `lion` with clipping, which one process once did to the
+        mean gradient.
         """
-        other = setting.replace(real=not setting.real)
-        return self._found.get(setting.key) or self._found.get(other.key)
+        found = self._found.get(setting.key)
+        if found is None and not (setting.method == REFERENCE and setting.clip):
+            found = self._found.get(setting.replace(real=not setting.real).key)
+        return found
 
     def add(self, record: Record) -> None:
         """Appends a record and waits until it is on the disk."""

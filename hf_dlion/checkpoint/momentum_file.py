@@ -31,7 +31,7 @@ from hf_dlion.state_dict import loaded_state
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
-_OTHER_MODEL = "it was saved with another model. Load that one, or continue without load_momentum"
+_OTHER_MODEL = "it was saved with another model: make that one, or load another checkpoint"
 LOAD_OLDER = "load an older checkpoint, or restore this one from a copy"
 # Who loads. A remedy is one that this caller can follow.
 Caller = Literal["loop", "Trainer", "Accelerate"]
@@ -265,7 +265,7 @@ def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
         known = {str(number) for number in range(len(params))}
         if not {key.removeprefix(_AGE) for key in keys} <= known:
             raise CheckpointError(
-                f"{path} holds momenta of other parameters than the {len(params)} that train: "
+                f"{path} holds momenta of other parameters than the optimizer's {len(params)}: "
                 f"{_OTHER_MODEL}"
             )
         saved = {key: file.get_tensor(key) for key in keys}

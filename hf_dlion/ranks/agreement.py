@@ -287,7 +287,7 @@ def agree_in_node(
     """Returns whether all ranks of a node have finite gradients, and of which parameters all do.
 
     All ranks of the node must call this. A rank whose step failed passes `finite=False`. If the
-    ranks do different things, they have none, and the next header raises on all nodes. Bytes per
+    ranks do different things, it returns False, and the next header raises on all nodes. Bytes per
     rank: 24 (L - 1), and 8 (L - 1) ceil(P / 64) more if presence differs and all gradients are
     finite.
 

@@ -35,10 +35,11 @@ _mute: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def note_world() -> int | None:
-    """Returns the number of the default group, equal on all ranks; None if there is no group.
+    """Returns the number of the default group; None if there is no group.
 
-    Numbers are given in order, so every rank must call this for every default group: it does when
-    an optimizer is made, and before its first header.
+    An optimizer calls this when it is made, and before its first header. Numbers are given in
+    order, so they are equal on all ranks if all had an optimizer in each earlier group. If not, a
+    lost rank is named later, by the backend's own error.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:

@@ -306,19 +306,26 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
 
 
 def _load_from_checkpoint(
-    trainer: Trainer, original: Callable[..., None], checkpoint: str, model: Any = None
+    trainer: Trainer, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    """Loads weights into the parameters that train: PEFT puts float32 in the place of 16 bits."""
-    loaded: Any = trainer.model if model is None else model
-    trained = {name: param for name, param in loaded.named_parameters() if param.requires_grad}
-    original(checkpoint, model)
+    """Loads weights into the parameters that train, in their dtypes.
+
+    PEFT turns adapters of 16 bits into float32, since 0.21 in new parameters.
+    """
+    model: Any = args[1] if len(args) > 1 else kwargs.get("model")
+    if model is None:
+        model = trainer.model
+    trained = {name: (p, p.dtype) for name, p in model.named_parameters() if p.requires_grad}
+    original(*args, **kwargs)
     if not _uses_lion(trainer):
         return
-    for name, param in [*loaded.named_parameters()]:
-        if (own := trained.get(name, param)) is not param:
-            own.data.copy_(param.data)
+    for name, param in [*model.named_parameters()]:
+        own, dtype = trained.get(name, (param, param.dtype))
+        if own is not param or dtype != param.dtype:
+            own.data = param.data.to(dtype)
+            own.requires_grad_(param.requires_grad)
             module, _, key = name.rpartition(".")
-            loaded.get_submodule(module)._parameters[key] = own
+            model.get_submodule(module)._parameters[key] = own
 
 
 def _load_optimizer_and_scheduler(

@@ -222,6 +222,9 @@ def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_
     path.write_bytes(path.read_bytes()[:-20])
     again = Records(path)
     assert again.of(first) == again.of(first.replace(real=True)) is not None
+    clipped = first.replace(method="lion", clip=1.0)
+    again.add({"key": clipped.key, "loss": 3.0})
+    assert again.of(clipped) is not None is again.of(clipped.replace(real=True))
     assert again.of(second) is None
     again.add({"key": second.key, "loss": 2.0})
     assert [Records(path).of(setting)["loss"] for setting in (first, second)] == [1.0, 2.0]

@@ -704,7 +704,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "key": (
         partial(rewrite, tensors={"9": torch.zeros(10)}),
-        f"holds momenta of other parameters than the 4 that train: {OF_MODEL}",
+        f"holds momenta of other parameters than the optimizer's 4: {OF_MODEL}",
     ),
 }
 
