@@ -85,12 +85,14 @@ def test_only_the_lost_rank_is_named(
 
 # Rank 0 looks for lost ranks in the first of two groups, and rank 1 never does.
 TWO_WORLDS = """
+import os, sys
 import torch, torch.distributed as dist
 from hf_dlion import DistributedLion
 from hf_dlion.ranks import lost_ranks
 
-for world in range(2):
-    dist.init_process_group("gloo")
+place = {"rank": int(os.environ["RANK"]), "world_size": 2}
+for world in range(2):  # In one store, gloo could find addresses of the first group.
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{world}", **place)
     DistributedLion([torch.nn.Parameter(torch.zeros(8))], lr=1e-3)
     if world == 0 and dist.get_rank() == 0:
         lost_ranks.was_reported(dist.group.WORLD)
@@ -104,7 +106,7 @@ assert keys[0] == keys[1], keys
 @pytest.mark.multiproc
 def test_all_ranks_look_for_the_reports_of_the_same_group(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(TWO_WORLDS)
-    run_script(2, [str(program)])
+    run_script(2, [str(program), str(tmp_path)])
 
 
 @pytest.mark.parametrize("store", ["is silent", "fails"])
