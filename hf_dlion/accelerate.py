@@ -306,7 +306,7 @@ def _save_state(
     for _, lion in lions:
         lion.exchange_now()
     # With FSDP the other ranks may be in its collectives, where they can't meet this one.
-    can_meet, rest = not is_sharded(accelerator), Report(Kind.SAVE)
+    can_meet, rest = not shards_model(accelerator), Report(Kind.SAVE)
     try:
         with (
             lions[0][1].peers.all_or_none(rest, can_meet=can_meet),
@@ -336,7 +336,7 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
         original()
         return
     rest = Report(Kind.LOAD)
-    with lions[0][1].peers.all_or_none(rest, can_meet=not is_sharded(accelerator)):
+    with lions[0][1].peers.all_or_none(rest, can_meet=not shards_model(accelerator)):
         original()
     states = [
         load_for("Accelerate", lion, folders[0], failure=rest.failure, name=name)
@@ -347,6 +347,6 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None], folders:
         accelerator.scaler.load_state_dict(states[0])
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
+def shards_model(accelerator: Accelerator) -> bool:
     """Returns whether FSDP2 shards the model inside each replica."""
     return replicas_of(accelerator) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal, overload
 from warnings import warn
 
@@ -43,7 +42,7 @@ from hf_dlion.steps.every_step import vote
 from hf_dlion.steps.full_precision import step_in_full_precision
 from hf_dlion.steps.local import LocalSteps
 from hf_dlion.steps.means import average_whole
-from hf_dlion.steps.momentum_sync import Momentum, synchronize
+from hf_dlion.steps.momentum_sync import synchronize
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -291,7 +290,8 @@ class DistributedLion(torch.optim.Optimizer):
                 self.guards.abstentions.check(self.peers.ranks)
             agreed = self.peers.agree(report, layout)
             if (ranks := self.peers.ranks) is not None and self.peers.voter_count > 1:
-                number, warnings = local.exchange(layout, agreed, self._context(0), ranks)
+                context = self._context(local.exchanges + 1)
+                number, warnings = local.exchange(layout, agreed, context, ranks)
             self._run_periodic_tasks(number, layout)
         finally:
             layout.release()
@@ -372,7 +372,7 @@ class DistributedLion(torch.optim.Optimizer):
         try:
             with self.peers.all_or_none(report):  # What fails in here waits for the header.
                 layout = self.params.fresh_layout()
-                if self.local is not None:
+                if self.local is not None:  # Before a closure can fail, so ranks meet anyway.
                     report.kind = self.local.next_kind(layout)
                 if closure is not None:
                     with torch.enable_grad():
@@ -425,7 +425,7 @@ class DistributedLion(torch.optim.Optimizer):
         self, local: LocalSteps, ranks: Topology, kind: Kind, layout: Layout, agreed: Agreed
     ) -> tuple[int, list[str]]:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
-        context = self._context(1)
+        context = self._context(self.steps + 1)
         self.wire.lap("", layout.device)
         have_met = kind is not Kind.STEP or any(agreed.gradient_counts)
         local.step(layout, context, have_met=have_met)
@@ -433,11 +433,11 @@ class DistributedLion(torch.optim.Optimizer):
         self._count_step(context.step)
         if kind is not Kind.EXCHANGE:
             return 0, []
-        return local.exchange(layout, agreed, context, ranks)
+        return local.exchange(layout, agreed, self._context(local.exchanges + 1), ranks)
 
     def _vote(self, layout: Layout, agreed: Agreed) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""
-        context, ranks = self._context(1), self.peers.ranks
+        context, ranks = self._context(self.steps + 1), self.peers.ranks
         layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.gradient_counts, strict=True):
             slot.moves = count > 0
@@ -450,9 +450,8 @@ class DistributedLion(torch.optim.Optimizer):
             if layout.averaged_messages:
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
-                    slot.momentum = None
                     if slot.full_precision:
-                        slot.momentum = self.params.flat_momentum(slot.param)
+                        self.params.take_momentum(slot)
                 equal = self.guards.momenta_equal
                 step_in_full_precision(layout, agreed, ranks.voters, context, equal=equal)
                 self.guards.momenta_equal = True
@@ -472,13 +471,10 @@ class DistributedLion(torch.optim.Optimizer):
         if not number or ranks is None:
             return
         if options.momentum_sync_every and self.peers.voter_count > 1:
-            momenta = []
-            for slot in layout.slots:
-                if slot.synced and slot.param.requires_grad:
-                    slot.momentum = self.params.flat_momentum(slot.param)
-                    size = fsdp.largest_part(slot.param)
-                    momenta.append(Momentum(slot, size, self.state[slot.param]))
-            synchronize(momenta, replace(self._context(0), step=number), ranks)
+            synced = [slot for slot in layout.slots if slot.synced and slot.param.requires_grad]
+            for slot in synced:
+                self.params.take_momentum(slot)
+            synchronize(synced, self._context(number), ranks)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
             self.guards.compare_replicas(ranks)
 
@@ -516,12 +512,11 @@ class DistributedLion(torch.optim.Optimizer):
         """
         return self.params.divergences()
 
-    def _context(self, ahead: int) -> StepContext:
-        """Returns the context of the last step that was counted, or of one that is ahead."""
+    def _context(self, number: int) -> StepContext:
+        """Returns the context of a step or an exchange of this number."""
         return StepContext(
-            step=self.steps + ahead, voter=self.peers.voter, voters=self.peers.voter_count,
-            options=self.options, groups=self.param_groups, state=self.state,
-            scratch=self._scratch,
+            step=number, voter=self.peers.voter, voters=self.peers.voter_count,
+            options=self.options, groups=self.param_groups, scratch=self._scratch,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

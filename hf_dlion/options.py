@@ -86,10 +86,9 @@ class Options:
         _check_integer("max_abstained_steps", self.max_abstained_steps, 1, 2**31 - 1)
         _check_integer("check_replicas_every", self.check_replicas_every, 0, 2**31 - 1)
         _check_integer("momentum_sync_every", self.momentum_sync_every, 0, 2**63 - 1)
-        if self.momentum_sync_bits not in (None, 4, 16):
-            raise ValueError(
-                f"momentum_sync_bits must be 4 or 16 (got {self.momentum_sync_bits!r})"
-            )
+        sync_bits = self.momentum_sync_bits
+        if sync_bits is not None and (type(sync_bits) is not int or sync_bits not in (4, 16)):
+            raise ValueError(f"momentum_sync_bits must be 4 or 16 (got {sync_bits!r})")
         if self.momentum_sync_budget is not None:
             _check_integer("momentum_sync_budget", self.momentum_sync_budget, 0, 2**63 - 1)
         if isinstance(self.local_group, str):

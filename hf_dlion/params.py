@@ -131,14 +131,14 @@ class Params:
         value = getattr(self._options, option)
         is_word = option == "momentum_sync" and value in SYNC_WORDS
         if value is None or is_word:
-            return [value is not None for group in self.groups for _ in group["params"]]
+            return [is_word for group in self.groups for _ in group["params"]]
         if not any(name for group in self.groups for name, _ in self._of_group(group)):
             raise ValueError(
                 f"{option}={value!r} selects parameters by name, but the parameters have no names: "
                 f"use DistributedLion(model.named_parameters()), or call optimizer.attach(model) "
                 f"before the first step"
             )
-        return selected(option, value, self.named())
+        return matched(option, value, self.named())
 
     def _synchronized(self) -> list[bool]:
         """Returns of which parameters the ranks average momenta that differ, as `momentum_sync`."""
@@ -201,6 +201,7 @@ class Params:
             if p in trained:
                 slots.append(slot := Slot.of(p, group_of[k], fsdp.local_part(p.detach())))
                 slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
+                slot.most = fsdp.largest_part(p)
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
         _check_memory(slots)
         return Layout(key, slots)
@@ -225,15 +226,19 @@ class Params:
         if not self.state and not any([float(group["lr"]) for group in self.groups]):
             grads = [slot.grad for slot in slots if slot.grad is not None]
             if not any([bool(grad.any()) for grad in grads]):
-                # torch.distributed.checkpoint takes such a step to create the state. Without
-                # gradients no rank votes, and the step isn't counted.
+                # torch.distributed.checkpoint takes such a step to create the state, in its
+                # `_init_optim_state`. Without gradients no rank votes, and no step is counted.
                 for slot in slots:
                     self.flat_momentum(slot.param)
                     slot.grad = None
         for slot in slots:
             if slot.grad is not None:
-                slot.momentum = self.flat_momentum(slot.param)
+                self.take_momentum(slot)
         return is_finite
+
+    def take_momentum(self, slot: Slot) -> None:
+        """Gives a slot its momentum and the parameter's state."""
+        slot.momentum, slot.state = self.flat_momentum(slot.param), self.state[slot.param]
 
     def flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat; zeros at the first call."""
@@ -272,7 +277,7 @@ def _check_memory(slots: Sequence[Slot]) -> None:
             )
 
 
-def selected(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
+def matched(option: str, selection: Selection, named: Sequence[tuple[str, Tensor]]) -> list[bool]:
     """Returns which parameters a selection matches.
 
     Args:

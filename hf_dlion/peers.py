@@ -22,11 +22,14 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
 from hf_dlion.ranks import lost_ranks
-from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Common, Meetings, Report
+from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report, drop_gradients
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.local import LocalSteps
+
+# Attribute of what a header raised, which leaves blocks around the header at once.
+_ON_ALL_RANKS = "_hf_dlion_on_all_ranks"
 
 
 class Peers:
@@ -61,7 +64,6 @@ class Peers:
         self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
-        self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
         self.comparisons = self._loads = self._attaches = 0
         # A function has another text in every process.
@@ -119,17 +121,13 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
-        self._open.append(report)
         try:
             yield
         except BaseException as error:
-            if self.ranks is None or not can_meet or error is report.raised_by_all:
+            if self.ranks is None or not can_meet or hasattr(error, _ON_ALL_RANKS):
                 raise
             report.failure = error
             fsdp.reshard(self._params.fsdp_models)  # As on the other ranks, for the next forward.
-        finally:
-            self._open.remove(report)
-            report.raised_by_all = None
 
     @contextlib.contextmanager
     def together(self, kind: Kind, *, can_meet: bool = True) -> Iterator[None]:
@@ -152,7 +150,7 @@ class Peers:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         In a local step, it returns what this rank has, and only the ranks of a node communicate.
-        With local steps, it drops gradients on which they abstain (`LocalSteps.drop_gradients`).
+        With local steps, it drops gradients on which they abstain (`drop_gradients`).
         `layout` has the tensors of a step or an exchange. Bytes: see `Meetings.agree`, and with
         local steps `agree_in_node`.
 
@@ -166,7 +164,7 @@ class Peers:
             return Agreed([report.finite], [report.present])
         try:
             if self._local is not None:
-                self._local.drop_gradients(report, layout, self.ranks.node)
+                drop_gradients(report, layout, self.ranks.node)
             if report.kind is not Kind.LOCAL_STEP:
                 return self._header(report, layout, self.ranks)
             if report.failure is not None:
@@ -174,17 +172,15 @@ class Peers:
             return Agreed([report.finite], [report.present])
         except BaseException as error:
             if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks don't raise.
-                for block in self._open:
-                    block.raised_by_all = error
+                setattr(error, _ON_ALL_RANKS, True)
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
-        common = Common(self._params.steps)
+        known, values = layout or Layout(), dict[str, object]()
         try:
             # A save or a load doesn't know the layout; all ranks must reshard.
             known = layout or self._params.fresh_layout()
             values = self._equal_values(report.kind, known)
-            common = replace(common, values=values, signatures=known.signatures)
             if self._local is not None and report.kind is Kind.EXCHANGE:
                 moved = [slot.moved_in_period for slot in known.slots]
                 abstained = self._local.next_period.abstained
@@ -194,7 +190,9 @@ class Peers:
         except Exception as error:  # The other ranks wait for a header.
             report = replace(report, failure=report.failure or error)
         assert self._meetings is not None
-        agreed = self._meetings.agree(report, common, self._params.common_parts)
+        agreed = self._meetings.agree(
+            report, self._params.steps, values, known.signatures, self._params.common_parts
+        )
         self.comparisons += agreed.compared
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.

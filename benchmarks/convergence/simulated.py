@@ -24,6 +24,7 @@ from hf_dlion.core.flat import flat_gradient
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout, Message, Scratch
 from hf_dlion.core.lion import apply_verdict, direction, encode, set_mean_magnitudes
+from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.rule import Average, Rule, rule_of, verdict_planes
 from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict, Votes
@@ -32,7 +33,6 @@ from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import wire_bytes
 from hf_dlion.steps import local, momentum_sync
 from hf_dlion.steps.displacement import SCALES, displacement
-from hf_dlion.steps.quantized_mean import Mean, Scale
 
 
 class Averaged(Workers):
@@ -118,7 +118,7 @@ class SimulatedLion(Workers):
         """Returns a worker's context of a step, or of an exchange."""
         return StepContext(
             step=step, voter=worker, voters=self.setting.workers, options=self.optimizer.options,
-            groups=self.optimizer.param_groups, state=self._states[worker], scratch=self._scratch,
+            groups=self.optimizer.param_groups, scratch=self._scratch,
         )  # fmt: skip
 
     def momenta_of(self, worker: int) -> list[Tensor]:
@@ -126,10 +126,11 @@ class SimulatedLion(Workers):
         return list(torch.split(self.momenta[worker], self._sizes))
 
     def fill(self, layout: Layout, worker: int, grads: Iterable[Tensor | None]) -> None:
-        """Gives slots a worker's gradients and momenta; it abstains if a gradient isn't finite."""
+        """Gives slots what a worker has; it abstains if a gradient isn't finite."""
         for slot, grad, momentum in zip(layout.slots, grads, self.momenta_of(worker), strict=True):
             slot.grad = None if grad is None else flat_gradient("", grad, slot.param)
             slot.momentum = None if grad is None else momentum
+            slot.state = self._states[worker][slot.param]
         if not survey(layout.slots):
             layout.abstain(False, [False] * len(layout.slots))
 
@@ -230,7 +231,7 @@ class SimulatedLocalSteps(SimulatedLion):
             used = any(slot.local is not None and slot.local.used for slot in slots)
             for slot in slots:
                 slot.moves = used
-        self._average(SCALES[options.bits or 1], displacement, _end_period, number)
+        self._average(SCALES[options.bits or 1], displacement, form.end_period, number)
         for period, layout in zip(self._periods, self._layouts, strict=True):
             period.reset(number)
             for slot in layout.slots:
@@ -249,10 +250,10 @@ class SimulatedLocalSteps(SimulatedLion):
         self,
         scale: Scale,
         source: Callable[..., Tensor],
-        move: Callable[[Message, StepContext, Mean], None],
+        move: Callable[[Message, Mean], None],
         number: int,
     ) -> None:
-        """Averages what `source` returns of each worker, as `steps.quantized_mean` does."""
+        """Averages what `source` returns of each worker, as `steps.means.average_message` does."""
         contexts = [self.context(worker, number) for worker in self.numbers]
         sources = [partial(source, context=context) for context in contexts]
         rule, ranks = Average(self.setting.workers, scale.bits), self.setting.workers
@@ -270,7 +271,7 @@ class SimulatedLocalSteps(SimulatedLion):
             ]
             verdict = self.count_votes(messages[0], votes, rule, contexts[0].phase)
             for message, context, vote in zip(messages, contexts, votes, strict=True):
-                move(message, context, Mean(vote, verdict, rule, scale, context))
+                move(message, Mean(vote, verdict, rule, scale, context))
 
     def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
         self.show(0)
@@ -279,7 +280,3 @@ class SimulatedLocalSteps(SimulatedLion):
         found = validation(self.model)
         period.hide(layout)
         return found
-
-
-def _end_period(message: Message, context: StepContext, mean: Mean) -> None:
-    form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)

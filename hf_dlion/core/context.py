@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class StepContext:
     """The step, and what its arithmetic needs in addition to the layout.
 
     `step` is 1 for the first step, and in an exchange of local steps its number. `voter` is the
-    number of this rank's voter among `voters`, and `state` the optimizer's state by parameter.
+    number of this rank's voter among `voters`.
     """
 
     step: int
@@ -31,7 +31,6 @@ class StepContext:
     voters: int
     options: Options
     groups: list[dict[str, Any]]
-    state: Mapping[Tensor, dict[str, Any]]
     scratch: Scratch
 
     @property
@@ -62,4 +61,4 @@ class StepContext:
             slot.old = None
             if slot.grad is not None:
                 beta2 = float(self.groups[slot.group]["betas"][1])
-                slot.old = update_age(self.state[slot.param], slot.idle, beta2)
+                slot.old = update_age(slot.state, slot.idle, beta2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,3 +120,12 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def numbers(values: Sequence[Tensor]) -> list[Any]:
+    """Returns 0-D tensors of one dtype as numbers; the host waits once if one device has them."""
+    if not values:
+        return []
+    on_one_device = [value.to(values[0].device) for value in values]
+    as_numbers: list[Any] = torch.stack(on_one_device).tolist()
+    return as_numbers

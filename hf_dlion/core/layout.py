@@ -310,7 +310,7 @@ class Layout:
         for slot in self.slots:
             slot.part = slot.p = NO_TENSOR
             slot.moves = False
-            slot.grad = slot.momentum = slot.idle = slot.old = slot.local = None
+            slot.grad = slot.momentum = slot.idle = slot.old = slot.local = slot.mean = None
 
     def abstain(self, finite: bool, present: Sequence[bool]) -> None:
         """Drops gradients and momenta of tensors on which this rank's voter abstains.

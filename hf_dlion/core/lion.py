@@ -76,9 +76,9 @@ def _local_step(piece: Piece, context: StepContext) -> None:
     sign, lr = direction(piece, context).sign_(), float(context.groups[piece.group]["lr"])
     p = piece.read(Field.MOVING, context.scratch)
     if not piece.is_low:
-        piece.write(Field.MOVING, p.add_(sign, alpha=-lr), partial(context.random, PARAMETERS))
+        piece.write(Field.MOVING, p.add_(sign, alpha=-lr), None)
         return
-    # Of 16 bits, `read` returns a copy, so `write` takes y, which `read` never returned.
+    # y is p to more than 16 bits. What p, its nearest number of 16 bits, leaves of it goes into c.
     c, y = piece.read(Field.COMPENSATION, context.scratch), piece.memory("y", context.scratch)
     torch.add(p, c, out=y)
     piece.write(Field.MOVING, y.add_(sign, alpha=-lr), None, without_infs=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,8 @@ class Slot:
         local: What a period of local steps keeps of the parameter; None between two periods.
         magnitude: The number a to which codes are relative, if the tensor has one.
         mean: Mean over the voters of what `full_precision` averages.
+        state: The optimizer's state of the parameter, once the step has its momentum.
+        most: Number of elements of the largest rank's part, equal on all ranks.
     """
 
     size: int
@@ -144,6 +147,8 @@ class Slot:
     local: LocalState | None = None
     magnitude: float | Tensor = 0.0
     mean: Tensor | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    most: int = 0
 
     @classmethod
     def of(cls, param: Tensor, group: int, part: Tensor | None = None) -> Slot:

@@ -21,47 +21,26 @@ class Rows:
         device: Device of the message.
     """
 
-    def __init__(
-        self, lengths: Sequence[tuple[int, int]], device: torch.device, words: slice = slice(None)
-    ) -> None:
-        """Leaves the tables to their first use, because most messages never need them."""
-        self.lengths, self.device, self._words = lengths, device, words
-        self._slices: dict[tuple[int, int], Rows] = {}
+    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Leaves the table to its first use, because most messages never need it."""
+        self.lengths, self.device = lengths, device
         self._count = sum(count for count, _ in lengths)
 
     def __len__(self) -> int:
         """Returns the number of rows R."""
         return self._count
 
-    @property
-    def first_word(self) -> int:
-        """The message's word with which these words begin."""
-        first: int = self._words.start or 0
-        return first
-
     @functools.cached_property
     def of_word(self) -> Tensor:
         """Index of each word's row, int32, shape (W,), on `device`."""
-        first, end = self._words.start or 0, self._words.stop
-        rows_of, word, row = [torch.zeros(0, dtype=torch.int64, device="cpu")], 0, 0
-        for row_count, row_words in self.lengths:
-            words = row_count * row_words
-            start, stop = max(first - word, 0), words if end is None else min(end - word, words)
-            if start < stop:
-                rows_of.append(row + torch.arange(start, stop, device="cpu") // row_words)
-            word, row = word + words, row + row_count
-        return torch.cat(rows_of).to(torch.int32).to(self.device)
+        counts, row_words = torch.tensor(self.lengths, device="cpu").view(-1, 2).t()
+        words = row_words.repeat_interleave(counts)
+        rows = torch.arange(len(self), dtype=torch.int32, device="cpu")
+        return rows.repeat_interleave(words).to(self.device)
 
     def by_word(self, by_row: Tensor | None, words: slice = slice(None)) -> Tensor | None:
         """Returns for each word the entry of its row, shape (W,); None if there are no entries."""
         return None if by_row is None else by_row[self.of_word[words]]
-
-    def within(self, words: slice) -> Rows:
-        """Returns the same rows, for a slice of the message's words."""
-        key = words.start, words.stop
-        if key not in self._slices:  # Kept, because each has tables.
-            self._slices[key] = Rows(self.lengths, self.device, words)
-        return self._slices[key]
 
 
 @dataclass(frozen=True)
@@ -69,20 +48,18 @@ class Votes:
     """A rank's votes of one message.
 
     `planes` has the planes of the codes, int64, shape (bits, W), with 0 in rows on which the rank
-    abstains. `active` tells whether the rank votes on each row, bool, shape (R,). `packed` has one
-    bit per row, then the planes, and then zeros, int64; None if nothing has packed them.
+    abstains. `active` tells whether the rank votes on each row, bool, shape (R,). `first` is the
+    message's word with which the planes begin.
     """
 
     planes: Tensor
     active: Tensor
     rows: Rows
-    packed: Tensor | None = None
+    first: int = 0
 
     @property
     def row_bits(self) -> Tensor:
         """One bit per row, set if the rank votes on it, int64, shape (ceil(R / 64),)."""
-        if self.packed is not None:
-            return self.packed[: -(-len(self.rows) // WORD)]
         padded = torch.nn.functional.pad(self.active, (0, -self.active.numel() % WORD))
         out = torch.empty(padded.numel() // WORD, dtype=torch.int64, device=self.active.device)
         pack(padded, 0, out)

@@ -20,9 +20,10 @@ from torch.torch_version import TorchVersion
 
 from hf_dlion.core import lion, votes
 from hf_dlion.core.context import StepContext
-from hf_dlion.core.layout import Message, Piece
-from hf_dlion.core.rule import Average, Rule
-from hf_dlion.core.slot import Field, Slot
+from hf_dlion.core.layout import Message
+from hf_dlion.core.quantized_mean import Mean
+from hf_dlion.core.rule import Rule
+from hf_dlion.core.slot import Field
 from hf_dlion.core.votes import Rows, Verdict, Votes
 from hf_dlion.gpu import launches
 from hf_dlion.gpu.launches import MOST_VOTERS, KernelVote
@@ -129,25 +130,15 @@ def local_step(messages: Iterable[Message], context: StepContext) -> None:
     lion.local_step(others, context)
 
 
-def end_period(
-    message: Message,
-    verdict: Verdict,
-    rule: Average,
-    unit: Callable[[Slot], float],
-    mean: Callable[[Piece], Tensor],
-    context: StepContext,
-) -> None:
-    """Moves a message's parameters from their anchors by the mean of the displacements.
-
-    Kernels decode the mean from the verdict, whose levels are multiples of a slot's `unit`. Torch
-    operations get a piece's mean from `mean`.
-    """
-    if covers(message, context, rule.voters):
-        launches.end_period(message, verdict, rule, unit, context)
+def end_period(message: Message, mean: Mean) -> None:
+    """Moves a message's parameters from their anchors by the mean of the displacements."""
+    context = mean.context
+    if covers(message, context, mean.rule.voters):
+        launches.end_period(message, mean.verdict, mean.rule, mean.scale.unit, context)
         return
     for piece in message.pieces:
         if piece.has(Field.MOVING):
-            lion.move_from_anchor(piece, mean(piece), context)
+            lion.move_from_anchor(piece, mean.of(piece), context)
 
 
 def verdict_on(
@@ -165,15 +156,9 @@ def verdict_on(
     return votes.verdict_on(planes, active, rows, words, rule, phase)
 
 
-def verdict_on_equal(
-    sent: Votes, voters: int, rule: Rule, phase: int, row_bits: Tensor | None = None
-) -> Verdict:
-    """Returns the verdict if all voters send the same votes, without any communication.
-
-    `row_bits` are those of the votes, if they were packed before.
-    """
-    row_bits = sent.row_bits if row_bits is None else row_bits
-    planes, active = sent.planes.expand(voters, -1, -1), row_bits.expand(voters, -1)
+def verdict_on_equal(sent: Votes, voters: int, rule: Rule, phase: int) -> Verdict:
+    """Returns the verdict if all voters send the same votes, without any communication."""
+    planes, active = sent.planes.expand(voters, -1, -1), sent.row_bits.expand(voters, -1)
     words = planes.shape[2]
     return verdict_on(planes, active, sent.rows, slice(0, words), rule, phase, words)
 

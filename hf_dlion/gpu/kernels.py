@@ -301,25 +301,16 @@ def each_tile(table: tl.int64, line_count: tl.int32, half: tl.int32, planes: tl.
 # Kernels for the words of a message.
 
 
-@triton.jit(do_not_specialize=range(9))
+@triton.jit(do_not_specialize=range(6))
 def abstain(table: tl.int64, line_count: tl.int32, half: tl.int32, planes: tl.int64,
-            words: tl.int32, end: tl.int32, row_flags: tl.int64, row_count: tl.int32,
-            packed: tl.int64):  # fmt: skip
-    """Clears the votes in rows without a flag, and words up to `end`, and packs the flags.
-
-    Bytes per element: 1 / 32 for each of the message's rows.
-    """
+            words: tl.int32, row_flags: tl.int64):  # fmt: skip
+    """Clears the votes in rows without a flag."""
     first, flags = tl.program_id(0) * PROGRAM_WORDS, row_flags.to(tl.pointer_type(tl.int8))
     word = first + tl.arange(0, PROGRAM_WORDS)
     line = find(table, line_count, half, WORD, word)
     active = tl.load(flags + row_of(line, word - tl.load(line + WORD)), word < words, 0) != 0
     votes = planes.to(tl.pointer_type(tl.int64)) + word
-    tl.store(votes, tl.zeros((PROGRAM_WORDS,), tl.int64), (word < end) & ~active)
-    out = tl.arange(0, PROGRAM_WORDS // 64)
-    row = first + elements(out)
-    bits = tl.load(flags + row, row < row_count, 0).to(tl.int64) << (row % 64).to(tl.int64)
-    out += first // 64
-    tl.store(packed.to(tl.pointer_type(tl.int64)) + out, tl.sum(bits, 1), out * 64 < row_count)
+    tl.store(votes, tl.zeros((PROGRAM_WORDS,), tl.int64), (word < words) & ~active)
 
 
 @triton.jit

@@ -110,20 +110,17 @@ class KernelVote:
         self._move = _add(table, moving, (Field.MOVING,), numbers, keys)
 
     def encode(self) -> Votes:
-        """Returns the votes, those of one bit packed for every route, and updates the momenta."""
+        """Returns the votes, and updates the momenta."""
         message, context = self._message, self._context
         if context.bits > 1:  # Which torch operations encode.
             return encode(message, context, partial(direction, context=context), bits=context.bits)
         rows, words = message.rows, message.words
         row_flags = torch.zeros(len(rows), dtype=torch.int8, device=message.device)
-        flag_words = -(-len(rows) // WORD)
-        # After the votes there is room for the padding of `two_phase`.
-        size = flag_words + words + MOST_VOTERS
-        packed = torch.empty(size, dtype=torch.int64, device=message.device)
-        planes, phase = packed[flag_words:], context.zero_phase
+        planes = torch.empty(words, dtype=torch.int64, device=message.device)
+        phase = context.zero_phase
         each_tile("encode", self._encode, planes=planes, by_row=row_flags, phase=phase)
-        abstain(rows, words, planes, row_flags, packed)
-        return Votes(planes[:words].view(1, -1), row_flags.view(torch.bool), rows, packed)
+        abstain(rows, planes, row_flags)
+        return Votes(planes.view(1, -1), row_flags.view(torch.bool), rows)
 
     def move(self, verdict: Verdict, rule: Rule) -> None:
         """Moves the parameters."""
@@ -272,21 +269,17 @@ def _key(context: StepContext, stream: int) -> Callable[[int], int]:
 # Votes, word by word.
 
 
-def abstain(rows: Rows, words: int, planes: Tensor, row_flags: Tensor, packed: Tensor) -> None:
-    """Clears the votes in rows without a flag, and words after the message; packs the flags.
+def abstain(rows: Rows, planes: Tensor, row_flags: Tensor) -> None:
+    """Clears the votes in rows without a flag.
 
     Args:
         rows: The message's rows.
-        words: Number of words in the message.
-        planes: Votes, int64, one plane, at least as long as the message.
+        planes: Votes, int64, one plane, shape (W,).
         row_flags: Whether this rank votes on a row, int8, shape (R,).
-        packed: Output, one bit per row, int64, shape (ceil(R / 64),).
     """
-    programs = -(-max(planes.numel(), row_flags.numel()) // WORDS_OF_A_PROGRAM)
     launch(
-        triton_kernels().abstain, planes.device, programs, *lines_of(rows).arguments,
-        *addresses(planes), words, planes.numel(), *addresses(row_flags),
-        row_flags.numel(), *addresses(packed),
+        triton_kernels().abstain, planes.device, -(-planes.numel() // WORDS_OF_A_PROGRAM),
+        *lines_of(rows).arguments, *addresses(planes), planes.numel(), *addresses(row_flags),
     )  # fmt: skip
 
 
@@ -300,7 +293,7 @@ def verdict_on(
     verdict = planes.new_empty(rule.plane_count, size)
     row_voters = torch.empty(len(rows), dtype=torch.int32, device=planes.device)
     count_votes(
-        rows, planes[:, 0], active, verdict, row_voters, first=rows.first_word + words.start,
+        rows, planes[:, 0], active, verdict, row_voters, first=words.start,
         size=words.stop - words.start, tie=alternating_word(phase), rule=rule.name,
     )  # fmt: skip
     return Verdict(verdict, row_voters)

@@ -8,18 +8,17 @@ same functions, and as if the other ranks sent what this rank sends.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
-from hf_dlion.core.layout import Layout, Message, Piece, Scratch
+from hf_dlion.core.layout import Layout, Message, Scratch
 from hf_dlion.core.lion import set_mean_magnitudes
+from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.rule import Average, rule_of
 from hf_dlion.core.slot import LocalState, Slot
 from hf_dlion.core.votes import Votes
@@ -87,8 +86,7 @@ def _take_steps(
     params = [slot.param for slot in layout.slots]
     group = {"params": params, "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
     context = StepContext(
-        step=1, voter=0, voters=voters, options=options, groups=[group],
-        state=defaultdict(dict), scratch=Scratch(),
+        step=1, voter=0, voters=voters, options=options, groups=[group], scratch=Scratch(),
     )  # fmt: skip
     if voters == 1:
         form.plain_lion(layout.all_messages, context)
@@ -113,17 +111,17 @@ def _take_steps(
 def _end_period(message: Message, context: StepContext) -> None:
     """Ends a period in which all ranks moved all elements by the largest level, with unit 1."""
     rule, bits = Average(context.voters, context.bits), context.bits
+    scale = Scale(bits, of_largest=True, factor=1.0)
+    for slot in (span.slot for span in message.spans):
+        slot.magnitude = 1.0
+        slot.magnitude = 1 / scale.unit(slot)
     digits = [-(rule.top >> bit & 1) for bit in range(bits)]
     planes = torch.tensor(digits, dtype=torch.int64, device=message.device)
     planes = planes.view(-1, 1).expand(bits, message.words).contiguous()
     active = torch.ones(len(message.rows), dtype=torch.bool, device=message.device)
     votes = Votes(planes, active, message.rows)
     verdict = form.verdict_on_equal(votes, context.voters, rule, context.phase)
-
-    def mean(piece: Piece) -> Tensor:
-        return torch.full((piece.size,), float(rule.top), dtype=piece.dtype, device=piece.device)
-
-    form.end_period(message, verdict, rule, lambda slot: 1.0, mean, context)
+    form.end_period(message, Mean(votes, verdict, rule, scale, context))
 
 
 def _check_sums(layout: Layout, expected: float) -> None:

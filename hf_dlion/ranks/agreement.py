@@ -17,6 +17,7 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import Signature
 from hf_dlion.ranks.compare import compare_parameters
 from hf_dlion.ranks.header import (
@@ -31,7 +32,9 @@ from hf_dlion.ranks.header import (
 )
 from hf_dlion.ranks.wire import Wire, digest
 
-# Entries of `Common.values`: names, and a hash.
+# Options, hyperparameters of groups, and counts of calls, by name.
+Values = Mapping[str, object]
+# Names of two of them: names, and a hash.
 FROZEN = "frozen parameters"
 HISTORY = "lr, betas, or weight decay of a step since the last exchange"
 
@@ -50,7 +53,7 @@ _SAME_VALUES = (
     "Give groups the same values on every rank, and step a scheduler on all ranks together, with "
     "the same metric"
 )
-# What to do if entries of `Common.values` differ, by patterns of their names; the first counts.
+# What to do if `Values` differ, by patterns of their names; the first counts.
 _REMEDIES = {
     "calls of load_state_dict": "Load the same checkpoint on all ranks",
     "calls of attach and detach": "Call attach() and detach() on all ranks",
@@ -80,7 +83,6 @@ class Report:
         finite: Whether all gradients are finite.
         abstained: In an exchange, number of the period's steps from which this rank abstained.
         failure: What failed on this rank.
-        raised_by_all: What a header raised on all ranks within the `Peers.all_or_none` block.
     """
 
     kind: Kind
@@ -88,28 +90,11 @@ class Report:
     finite: bool = True
     abstained: int = 0
     failure: BaseException | None = None
-    raised_by_all: BaseException | None = None
 
     @property
     def abstains(self) -> bool:
         """Whether this rank has a NaN or an Inf in the step, or no gradient at all."""
         return not self.finite or (bool(self.present) and not any(self.present))
-
-
-@dataclass(frozen=True)
-class Common:
-    """What must be equal on all ranks.
-
-    Attributes:
-        step: Number of the last step that was counted.
-        values: Options, hyperparameters of groups, and counts of calls, by name.
-        signatures: Name, shape, dtype, strides, device type, and whether the gradient is averaged,
-            of each trainable parameter.
-    """
-
-    step: int
-    values: Mapping[str, object] = field(default_factory=dict)
-    signatures: Sequence[Signature] = ()
 
 
 @dataclass(frozen=True)
@@ -182,8 +167,14 @@ class Meetings:
         """Makes the next meeting compare parameters; all ranks must call this before it."""
         self._compared_signatures = None
 
-    def agree(self, report: Report, common: Common, parameters: Parameters) -> Agreed:
+    def agree(
+        self, report: Report, step: int, values: Values, signatures: Sequence[Signature],
+        parameters: Parameters,
+    ) -> Agreed:  # fmt: skip
         """Returns what all ranks have, or raises on all of them; every rank must call this.
+
+        `step` is the number of the last one that was counted, and `values` has by name what else
+        must be equal.
 
         Bytes per rank: 64 * (N - 1) for the header (`ranks.header` has its words). If presence
         differs between ranks, 8 * (N - 1) * ceil(P / 64) more for P trainable parameters. In the
@@ -198,11 +189,11 @@ class Meetings:
         failure, hashes = report.failure, [0, 0, 0]
         if failure is None:
             try:
-                hashes = self._hashes(report, common)
+                hashes = self._hashes(report, values, signatures)
             except Exception as error:  # The other ranks wait for a header.
                 failure = error
         flags, numbers, steps, value_hashes, signature_hashes, presence = gather_headers(
-            self._wire, report.kind, [self._number, common.step, *hashes],
+            self._wire, report.kind, [self._number, step, *hashes],
             # In an exchange, what counts is whether a rank moved.
             finite=report.finite or report.kind is not Kind.STEP, failure=failure,
             abstained=report.abstained,
@@ -217,9 +208,9 @@ class Meetings:
                 f"ranks are at different steps: {self._wire.by_value(steps)}. {_SAME_STEPS}"
             )
         if len(set(value_hashes)) > 1:
-            self._raise_values(common)
+            self._raise_values(values)
         if len(set(signature_hashes)) > 1:
-            self._raise_signatures(common)
+            self._raise_signatures(signatures)
         present = self._presence(presence)
         # Until there is a gradient, weights may still be loaded.
         is_early = report.kind is Kind.STEP and not any(map(any, present))
@@ -228,29 +219,26 @@ class Meetings:
         finite = [bool(word & FINITE) for word in flags]
         return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
 
-    def _hashes(self, report: Report, common: Common) -> list[int]:
+    def _hashes(self, report: Report, values: Values, signatures: Sequence[Signature]) -> list[int]:
         """Returns hashes of values, signatures, presence, of which the last two rarely change."""
-        if (
-            common.signatures is not self._signatures[0]
-            and common.signatures != self._signatures[0]
-        ):
-            self._signatures = common.signatures, digest(_texts(common.signatures))
+        if signatures is not self._signatures[0] and signatures != self._signatures[0]:
+            self._signatures = signatures, digest(_texts(signatures))
         if report.present != self._present[0]:
             self._present = list(report.present), digest(pack_bools(report.present))
-        return [digest(common.values), self._signatures[1], self._present[1]]
+        return [digest(values), self._signatures[1], self._present[1]]
 
-    def _raise_values(self, common: Common) -> None:
-        tables = self._wire.gather_objects(common.values)
-        key, values = _first_difference(tables, self._wire)
+    def _raise_values(self, values: Values) -> None:
+        tables = self._wire.gather_objects(values)
+        key, by_rank = _first_difference(tables, self._wire)
         remedy = next(text for name, text in _REMEDIES.items() if fnmatchcase(key, name))
         if key == HISTORY:
             raise Disagreement(f"ranks differ in {HISTORY}, not in those of now. {remedy}")
-        raise Disagreement(f"ranks differ, first in {key!r}: {values}. {remedy}")
+        raise Disagreement(f"ranks differ, first in {key!r}: {by_rank}. {remedy}")
 
-    def _raise_signatures(self, common: Common) -> None:
-        names = [str(name) for name, *_ in common.signatures]
+    def _raise_signatures(self, signatures: Sequence[Signature]) -> None:
+        names = [str(name) for name, *_ in signatures]
         names_by_rank = self._wire.gather_objects(names)
-        lines = enumerate(_texts(common.signatures))
+        lines = enumerate(_texts(signatures))
         tables = self._wire.gather_objects({f"parameter {number}": line for number, line in lines})
         what = "ranks differ in trainable parameters"
         key, values = _first_difference(tables, self._wire)
@@ -305,6 +293,24 @@ def agree_in_node(
         return all(all_finite), list(present)
     by_rank = gather_bools(node, present, "which parameters have a gradient")
     return True, [all(have_gradient) for have_gradient in zip(*by_rank, strict=True)]
+
+
+def drop_gradients(report: Report, layout: Layout | None, node: Wire | None) -> None:
+    """Drops gradients that aren't finite, or that another rank of the node doesn't have.
+
+    With local steps, all ranks do this in every step, exchange, save, and load, before any header,
+    so no rank of a node waits for another that is somewhere else. If one of them takes a local step
+    and another doesn't, they raise what failed, or Disagreement.
+    """
+    present = report.present
+    finite = report.finite and report.failure is None and bool(present)
+    if node is not None:
+        try:
+            finite, present = agree_in_node(node, report.kind, finite, present)
+        except Disagreement as error:
+            raise report.failure or error from None
+    if layout is not None and report.present:
+        layout.abstain(finite, present)
 
 
 def _texts(signatures: Sequence[Signature]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dlion.core.flat import numbers
 from hf_dlion.ranks.header import Disagreement, raise_together
 from hf_dlion.ranks.wire import Wire, digest
 
@@ -138,15 +139,6 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     change inside one word is always found; changes in one column that cancel out are missed.
     """
     return numbers([_checksum(tensor.detach()) for tensor in tensors])
-
-
-def numbers(values: Sequence[Tensor]) -> list[Any]:
-    """Returns 0-D tensors of one dtype as numbers; the host waits once if one device has them."""
-    if not values:
-        return []
-    on_one_device = [value.to(values[0].device) for value in values]
-    as_numbers: list[Any] = torch.stack(on_one_device).tolist()
-    return as_numbers
 
 
 def _hash(tensor: Tensor) -> Tensor:

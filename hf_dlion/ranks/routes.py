@@ -77,7 +77,8 @@ def verdict_of(
     name, words = context.options.exchange, votes.planes.shape[1]
     if node is not None:
         share = _share(node.rank, -(-words // node.world_size), words)
-        votes = Votes(votes.planes[:, share].contiguous(), votes.active, votes.rows.within(share))
+        planes = votes.planes[:, share].contiguous()
+        votes = Votes(planes, votes.active, votes.rows, first=share.start)
     if name == "auto":
         bits, sent = votes.planes.shape
         two_phase_words = (bits + rule.plane_count) * -(-sent // voters.world_size)
@@ -105,11 +106,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     """All ranks gather all votes, and each rank counts all of them."""
     (bits, words), device = votes.planes.shape, votes.planes.device
     flag_words = -(-len(votes.rows) // WORD)
-    if votes.packed is None:
-        sent = torch.cat([votes.row_bits, votes.planes.view(-1)])
-    else:
-        sent = votes.packed[: flag_words + bits * words]
-    sent = sent.to(wire.device_for(device))
+    sent = torch.cat([votes.row_bits, votes.planes.view(-1)]).to(wire.device_for(device))
     received = sent.new_empty(wire.world_size, sent.numel())
     pending = wire.all_gather(received, sent, "votes")
     yield
@@ -118,7 +115,8 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     received = received.to(device)
     active, planes = received[:, :flag_words], received[:, flag_words:]
     planes = planes.reshape(wire.world_size, bits, words)
-    return form.verdict_on(planes, active, votes.rows, slice(0, words), rule, phase, words)
+    message_words = slice(votes.first, votes.first + words)
+    return form.verdict_on(planes, active, votes.rows, message_words, rule, phase, words)
 
 
 def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
@@ -127,12 +125,9 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     device, words_each = votes.planes.device, -(-words // ranks)
     on_wire = wire.device_for(device)
     active = votes.row_bits
-    if votes.packed is None:
-        sent = torch.nn.functional.pad(votes.planes, (0, ranks * words_each - words))
-    else:
-        sent = votes.packed[active.numel() :][: ranks * words_each]  # It has room for the padding.
     # Segment j goes to rank j.
-    sent = sent.view(bits, ranks, words_each).transpose(0, 1).contiguous().to(on_wire)
+    padded = _padded(votes.planes, ranks * words_each).view(bits, ranks, words_each)
+    sent = padded.transpose(0, 1).contiguous().to(on_wire)
     received, active = torch.empty_like(sent), active.to(on_wire)
     all_active = active.new_empty(ranks, active.numel())
     pending = [
@@ -141,7 +136,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     yield
     for each in pending:
         each.wait()
-    share = _share(wire.rank, words_each, words)
+    share = _share(wire.rank, words_each, words, votes.first)
     received, all_active = received.to(device), all_active.to(device)
     shares = form.verdict_on(received, all_active, votes.rows, share, rule, phase, words_each)
     sent = _padded(shares.planes, words_each).to(on_wire)
@@ -152,10 +147,10 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     return Verdict(_joined(received.to(device), words), shares.row_voters)
 
 
-def _share(rank: int, words_each: int, words: int) -> slice:
+def _share(rank: int, words_each: int, words: int, at: int = 0) -> slice:
     """Returns the words that a rank counts; the last ranks may have fewer, or none."""
     first = min(rank * words_each, words)
-    return slice(first, min(first + words_each, words))
+    return slice(at + first, at + min(first + words_each, words))
 
 
 def _padded(planes: Tensor, words: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout, Message, Piece
 from hf_dlion.core.lion import move_from_anchor
+from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
 from hf_dlion.ranks.compare import checksums, compare_parameters, fingerprints
@@ -25,8 +26,7 @@ from hf_dlion.ranks.routes import in_lockstep
 from hf_dlion.ranks.stats import SAMPLE, WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
-from hf_dlion.steps.means import set_means
-from hf_dlion.steps.quantized_mean import Mean, Scale, average_message
+from hf_dlion.steps.means import average_message, set_means
 
 # Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
 # where 2 to 8 bits have a level.
@@ -71,10 +71,9 @@ def average_displacements(
         if not count and not any(amounts):  # No rank moved it.
             slot.moves = False
     stats.drift = []
-    source = partial(displacement, context=context)
+    source, move = partial(displacement, context=context), partial(move_by_mean, stats)
     tasks = []
     for message in layout.messages:
-        move = partial(move_by_mean, message, context, stats)
         tasks.append(average_message(message, scale, source, move, context, ranks))
     in_lockstep(tasks)
     # Tensors of `full_precision` are averaged without votes.
@@ -83,8 +82,6 @@ def average_displacements(
     for piece in (piece for message in layout.averaged_messages for piece in message.pieces):
         if piece.has(Field.MOVING):
             move_from_anchor(piece, piece.read(Field.MEAN, context.scratch), context)
-    for slot in layout.slots:
-        slot.mean = None
     stats.lap("apply_s", layout.device)
     return warnings
 
@@ -195,9 +192,10 @@ def displacement(piece: Piece, context: StepContext) -> Tensor:
     return w.sub_(piece.read(Field.COMPENSATION, context.scratch)) if piece.is_low else w
 
 
-def move_by_mean(message: Message, context: StepContext, stats: WireStats, mean: Mean) -> None:
+def move_by_mean(stats: WireStats, message: Message, mean: Mean) -> None:
     """Moves a message's tensors from their anchors, and notes a sample of them in `stats`."""
     moving = [piece for piece in message.pieces if piece.has(Field.MOVING)]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
-        stats.note_displacements(displacement(head, context), mean.of(head), mean.sent(head))
-    form.end_period(message, mean.verdict, mean.rule, mean.scale.unit, mean.of, context)
+        own = displacement(head, mean.context)
+        stats.note_displacements(own, mean.of(head), mean.sent(head))
+    form.end_period(message, mean)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
 
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.idle_rows import AGE, survey
@@ -31,7 +28,7 @@ def step_in_full_precision(
     """
     slots = [slot for slot in layout.slots if slot.full_precision]
     if not equal:
-        _equalize(slots, context.state, wire)
+        _equalize(slots, wire)
     set_means(layout, Field.GRAD, agreed.gradient_counts, wire)
     for slot in slots:
         slot.grad = slot.mean
@@ -42,17 +39,15 @@ def step_in_full_precision(
     context = replace(context, voter=0)
     context.age_rows(slots)
     plain_lion(layout.averaged_messages, context, exact=True)
-    for slot in slots:
-        slot.mean = None
 
 
-def _equalize(slots: Sequence[Slot], state: Mapping[Tensor, dict[str, Any]], wire: Wire) -> None:
+def _equalize(slots: Sequence[Slot], wire: Wire) -> None:
     """Averages momenta over the voters if they differ, for example after a load."""
     momenta = [slot.momentum for slot in slots if slot.momentum is not None]
-    ages = [age for slot in slots if (age := state[slot.param].get(AGE)) is not None]
+    ages = [age for slot in slots if (age := slot.state.get(AGE)) is not None]
     words = [digest(fingerprints([*momenta, *ages]))]
     hashes = wire.gather_words(words, "hashes of momenta")
     if len(set(hashes.view(-1).tolist())) > 1:
         average_whole(momenta, wire)
         for slot in slots:
-            state[slot.param].pop(AGE, None)
+            slot.state.pop(AGE, None)

@@ -17,7 +17,7 @@ After an attach, a load, or a change of what is trained, a local step begins wit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -26,10 +26,10 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
 from hf_dlion.options import Groups, hyperparameters
-from hf_dlion.ranks.agreement import Agreed, Report, agree_in_node
-from hf_dlion.ranks.header import Disagreement, Kind
+from hf_dlion.ranks.agreement import Agreed
+from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.ranks.wire import Wire, digest
+from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.displacement import average_displacements
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
@@ -126,23 +126,6 @@ class LocalSteps:
             self.hide(layout)
         self.next_period = self.period
 
-    def drop_gradients(self, report: Report, layout: Layout | None, node: Wire | None) -> None:
-        """Drops gradients that aren't finite, or that another rank of the node doesn't have.
-
-        All ranks do this in every step, exchange, save, and load, before any header, so no rank of
-        a node waits for another that is somewhere else. If one of them takes a local step and
-        another doesn't, they raise what failed, or Disagreement.
-        """
-        present = report.present
-        finite = report.finite and report.failure is None and bool(present)
-        if node is not None:
-            try:
-                finite, present = agree_in_node(node, report.kind, finite, present)
-            except Disagreement as error:
-                raise report.failure or error from None
-        if layout is not None and report.present:
-            layout.abstain(finite, present)
-
     def period_of(self, kind: Kind) -> Period:
         """Returns the period of a meeting: an exchange ends it with the step that begins."""
         return self.next_period if kind is Kind.EXCHANGE else self.period
@@ -179,8 +162,9 @@ class LocalSteps:
     ) -> tuple[int, list[str]]:
         """Ends the period; every rank must call this. Bytes: see `displacement`.
 
-        `agreed` has how many ranks used each parameter. It returns the number of the exchange, 0
-        without a step since the last one, and warnings.
+        `agreed` has how many ranks used each parameter. Votes, and the rounding of what moves,
+        depend on the number of the exchange, which `context` has. It returns this number, 0 without
+        a step since the last one, and warnings.
 
         Raises:
             Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
@@ -188,19 +172,17 @@ class LocalSteps:
         if not self.states:
             self.reset(self.exchanges)
             return 0, []
-        stats, number = ranks.voters.stats, self.exchanges + 1
+        stats = ranks.voters.stats
         stats.lap("", layout.device)
         for slot in layout.slots:
             slot.moves = slot.local is not None
-        # Votes, and the rounding of what moves, depend on the number of the exchange.
-        context = replace(context, step=number)
         warnings = average_displacements(layout, agreed.gradient_counts, context, ranks)
         stats.exchanges += 1
         stats.abstentions += agreed.abstained
-        self.reset(number)
+        self.reset(context.step)
         for slot in layout.slots:
             slot.local = None  # Frees the anchors before momenta are averaged.
-        return number, warnings
+        return context.step, warnings
 
     # What the model shows.
 

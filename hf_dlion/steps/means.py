@@ -1,16 +1,43 @@
-"""Means over the voters of whole tensors, by an all-reduce in full precision."""
+"""Means over the voters: of a few bits of each element, or by an all-reduce in full precision."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_dlion.core.codec import divided
-from hf_dlion.core.layout import Layout
+from hf_dlion.core.context import StepContext
+from hf_dlion.core.layout import Layout, Message
+from hf_dlion.core.lion import Source, encode
+from hf_dlion.core.quantized_mean import Mean, Scale
+from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Field
+from hf_dlion.ranks.routes import Task, verdict_of
+from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
+
+
+def average_message(
+    message: Message,
+    scale: Scale,
+    source: Source,
+    move: Callable[[Message, Mean], None],
+    context: StepContext,
+    ranks: Topology,
+) -> Task:
+    """Sends what `source` returns of a message's pieces, and calls `move` with the mean.
+
+    Slots have magnitudes. Every voter must do this. It is suspended while data travel.
+    """
+    stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
+    votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
+    stats.lap("encode_s", message.device)
+    verdict = yield from verdict_of(votes, rule, context, ranks)
+    stats.lap("exchange_s", message.device)
+    move(message, Mean(votes, verdict, rule, scale, context))
+    stats.lap("apply_s", message.device)
 
 
 def set_means(layout: Layout, field: Field, divisors: Sequence[int], wire: Wire) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch import Tensor
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Message, Piece, messages_of
+from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.rounding import SYNCHRONIZED
 from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Field, Slot
@@ -20,8 +19,7 @@ from hf_dlion.options import Options, Route
 from hf_dlion.ranks.routes import in_lockstep, wire_bytes
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
-from hf_dlion.steps.means import set_without_infs
-from hf_dlion.steps.quantized_mean import Mean, Scale, average_message
+from hf_dlion.steps.means import average_message, set_without_infs
 
 # Levels of 4 bits reach 3.2 means of |m|. What is larger stays in a rank's own momentum.
 SCALE = Scale(4, of_largest=False, factor=1.6)
@@ -38,33 +36,12 @@ PART = 1 << 22
 _SPREAD = 2_654_435_769
 
 
-@dataclass(frozen=True)
-class Momentum:
-    """This rank's part of a momentum that may be synchronized.
-
-    Attributes:
-        slot: The tensor's slot, whose momentum is flat.
-        size: Number of elements of the largest rank's part, equal on all ranks.
-        state: The optimizer's state of the parameter, in which "auto" keeps the divergence.
-    """
-
-    slot: Slot
-    size: int
-    state: dict[str, Any]
-
-    @property
-    def flat(self) -> Tensor:
-        """The momentum, in memory order."""
-        assert self.slot.momentum is not None
-        return self.slot.momentum
-
-    @property
-    def divergence(self) -> float:
-        """How far the ranks' momenta differed at the last measurement; 0 before the first."""
-        return float(self.state.get("divergence", 0.0))
+def divergence(slot: Slot) -> float:
+    """Returns how far the ranks' momenta differed at the last measurement; 0 before the first."""
+    return float(slot.state.get("divergence", 0.0))
 
 
-def synchronize(momenta: Sequence[Momentum], context: StepContext, ranks: Topology) -> None:
+def synchronize(slots: Sequence[Slot], context: StepContext, ranks: Topology) -> None:
     """Averages the momenta that are due; every rank must call this after the same step.
 
     With `vote_every=1` that is a slice of them in every step, and with local steps all of them in
@@ -82,19 +59,23 @@ def synchronize(momenta: Sequence[Momentum], context: StepContext, ranks: Topolo
     else:
         period = -(-MEASURE_EVERY // every) * every
     if options.momentum_sync == "auto":
-        if (number - 1) % period == 0 or not any(["divergence" in m.state for m in momenta]):
+        if (number - 1) % period == 0 or not any(["divergence" in s.state for s in slots]):
             # The first measurement is ignored here: it shows the noise of one gradient.
-            synced = _most_divergent(momenta, options, voters) if number > 1 + period else []
-            kept = {id(m): KEPT * m.divergence for m in synced}
-            for m, value in zip(momenta, measure([m.flat for m in momenta], ranks), strict=True):
-                m.state["divergence"] = max(value, kept.get(id(m), 0.0))
-        momenta = _most_divergent(momenta, options, voters)
+            synced = _most_divergent(slots, options, voters) if number > 1 + period else []
+            kept = {slot: KEPT * divergence(slot) for slot in synced}
+            for slot, value in zip(slots, measure(_flat(slots), ranks), strict=True):
+                slot.state["divergence"] = max(value, kept.get(slot, 0.0))
+        slots = _most_divergent(slots, options, voters)
     if options.momentum_sync_bits == 16:
-        total = sum([m.flat.numel() for m in momenta])
+        total = sum([slot.size for slot in slots])
         part = (0, total) if steps > 1 else slice_of(total, every, number)
-        average_momenta([m.flat for m in momenta], voters, *part)
+        average_momenta(_flat(slots), voters, *part)
     else:
-        average_in_bits([m.slot for m in momenta], context, ranks)
+        average_in_bits(slots, context, ranks)
+
+
+def _flat(slots: Sequence[Slot]) -> list[Tensor]:
+    return [slot.momentum for slot in slots if slot.momentum is not None]
 
 
 def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology) -> None:
@@ -113,8 +94,7 @@ def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology
     SCALE.set_magnitudes(slots, table.tolist())
     ranks.voters.stats.lap("", slots[0].device)
     in_lockstep([
-        average_message(m, SCALE, source, partial(apply_mean, m, context), context, ranks)
-        for m in messages
+        average_message(message, SCALE, source, apply_mean, context, ranks) for message in messages
     ])  # fmt: skip
 
 
@@ -123,8 +103,9 @@ def read_momentum(piece: Piece, context: StepContext) -> Tensor:
     return piece.read(Field.MOMENTUM, context.scratch)
 
 
-def apply_mean(message: Message, context: StepContext, mean: Mean) -> None:
+def apply_mean(message: Message, mean: Mean) -> None:
     """Replaces what this voter sent of its momenta by the mean."""
+    context = mean.context
     random = partial(context.random, SYNCHRONIZED + context.voter)
     for piece in message.pieces:
         m = piece.read(Field.MOMENTUM, context.scratch).add_(mean.of(piece)).sub_(mean.sent(piece))
@@ -230,19 +211,19 @@ def _sample(flat: Tensor) -> Tensor:
     return flat[place * flat.numel() // count + within]
 
 
-def _most_divergent(momenta: Sequence[Momentum], options: Options, wire: Wire) -> list[Momentum]:
-    """Returns the momenta that differ most and fit into the budget together, in their order."""
+def _most_divergent(slots: Sequence[Slot], options: Options, wire: Wire) -> list[Slot]:
+    """Returns the slots whose momenta differ most and fit into the budget together, in order."""
     budget = options.momentum_sync_budget
     if budget is None:
-        budget = sum([m.size for m in momenta]) // 8
+        budget = sum([slot.most for slot in slots]) // 8
     chosen, total = set(), 0
     # A momentum that doesn't fit is skipped, and smaller ones that differ less may still fit.
-    for k in sorted(range(len(momenta)), key=lambda k: (-momenta[k].divergence, k)):
-        numel = total + momenta[k].size
-        if momenta[k].divergence > 0.0 and sync_bytes(numel, options, wire.world_size) <= budget:
-            chosen.add(k)
+    for slot in sorted(slots, key=divergence, reverse=True):
+        numel = total + slot.most
+        if divergence(slot) > 0.0 and sync_bytes(numel, options, wire.world_size) <= budget:
+            chosen.add(slot)
             total = numel
-    return [m for k, m in enumerate(momenta) if k in chosen]
+    return [slot for slot in slots if slot in chosen]
 
 
 def sync_bytes(numel: int, options: Options, voters: int) -> int:

@@ -37,7 +37,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerCallback, Training
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
-from hf_dlion.accelerate import is_sharded, replicas_of
+from hf_dlion.accelerate import replicas_of, shards_model
 from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_for, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
@@ -112,7 +112,7 @@ def _train(
             )
         model: Any = trainer.model  # None after a trial of a hyperparameter search.
         is_bare = model is not None and ddp.wrapper_in(trainer.model_wrapped) is None
-        if is_bare and trainer.args.world_size > 1 and not is_sharded(trainer.accelerator):
+        if is_bare and trainer.args.world_size > 1 and not shards_model(trainer.accelerator):
             # Otherwise, Trainer wouldn't wrap a model in DDP that it has evaluated or compiled.
             trainer.model_wrapped, model._is_accelerate_prepared = model, False
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
@@ -248,7 +248,7 @@ def _save_checkpoint(
         original(*args, **kwargs)
         return
     lion.exchange_now()
-    with lion.peers.together(Kind.SAVE, can_meet=not is_sharded(trainer.accelerator)):
+    with lion.peers.together(Kind.SAVE, can_meet=not shards_model(trainer.accelerator)):
         original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
             # Every rank's just-in-time callback makes this file and later removes it, which can
@@ -269,13 +269,14 @@ def _save_model(
     if lion is None:
         original(output_dir, *args, **kwargs)
         return
+    # Trainer's own save passes `_internal_call=True`, by name or by position.
     if output_dir is None or not kwargs.get("_internal_call", any(args)):
         with lion.common_weights():  # No meeting, because a user may save on rank 0 alone.
             original(output_dir, *args, **kwargs)
         return
     # It ends here, because the other ranks may next wait at a barrier of Trainer, where they can't
     # meet this one.
-    with lion.peers.together(Kind.WEIGHTS, can_meet=not is_sharded(trainer.accelerator)):
+    with lion.peers.together(Kind.WEIGHTS, can_meet=not shards_model(trainer.accelerator)):
         # Trainer calls a checkpoint the best if its folder exists, so all ranks must find it.
         os.makedirs(output_dir, exist_ok=True)
         if trainer.args.should_save:
@@ -283,7 +284,7 @@ def _save_model(
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
         original(output_dir, *args, **kwargs)
     # Shards of FSDP2 are written later.
-    written = os.listdir(output_dir) or is_sharded(trainer.accelerator)
+    written = os.listdir(output_dir) or shards_model(trainer.accelerator)
     if not trainer.args.should_save and not written:
         logger.warning_once(
             f"{trainer.args.output_dir} doesn't hold the model that rank 0 saved, so this node has "
@@ -344,7 +345,7 @@ def _load_optimizer_and_scheduler(
         return
     prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
     rest = Report(Kind.LOAD)
-    with lion.peers.all_or_none(rest, can_meet=not is_sharded(trainer.accelerator)):
+    with lion.peers.all_or_none(rest, can_meet=not shards_model(trainer.accelerator)):
         original(checkpoint)
     if rest.failure is not None:
         with lion.peers.together(Kind.LOAD):  # The other ranks are in `_load_scaler`.
@@ -408,7 +409,7 @@ def _end_of_step(event: str, trainer: Trainer, original: Callable[..., Any], *gi
         args, state, control = given
         planned, flow = copy.copy(control), DefaultFlowCallback()
         getattr(flow, event)(args, state, planned)
-        if float(state.epoch or 0.5).is_integer():  # The last step of an epoch.
+        if state.epoch and float(state.epoch).is_integer():  # The last step of an epoch.
             flow.on_epoch_end(args, state, planned)
         if planned.should_evaluate or planned.should_save or planned.should_training_stop:
             lion.exchange_now()

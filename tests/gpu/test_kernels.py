@@ -41,8 +41,7 @@ SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 def context_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> StepContext:
     groups = [{"lr": lr, "weight_decay": 0.1, "betas": betas}]
     return StepContext(
-        step=1, voter=0, voters=2, options=Options(), groups=groups, state={},
-        scratch=Scratch(),
+        step=1, voter=0, voters=2, options=Options(), groups=groups, scratch=Scratch(),
     )  # fmt: skip
 
 
@@ -67,11 +66,10 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
                 for own in (codes, np.pad(active, [(0, 0), (0, -len(rows) % 64)]))
             )
             planes, packed = (own.view(torch.int64).to(DEVICE) for own in (planes, packed))
-            votes, marked = torch.full((words + 9,), -1, device=DEVICE), torch.empty_like(packed[0])
+            votes = torch.full((words,), -1, device=DEVICE)
             marks = torch.from_numpy(active[0].astype("i1")).to(DEVICE)
-            launches.abstain(rows, words, votes, marks, marked)
-            assert torch.equal(marked, packed[0])
-            voted = np.pad(active[0][layout.row_of_element[::64]], (0, 9))
+            launches.abstain(rows, votes, marks)
+            voted = active[0][layout.row_of_element[::64]]
             assert np.array_equal(votes.cpu().numpy(), np.where(voted, -1, 0))
             first = int(random.integers(words))
             size = int(random.integers(1, words - first + 1))
@@ -257,14 +255,14 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         five = Verdict(planes[:17].expand(5, 17), voters)
         launches.end_period(message, five, Average(2, 4), lambda _: 1.0, context)
         spans = message.rows
-        launches.abstain(spans, 17, planes[:19], rows[:17], packed)
+        launches.abstain(spans, planes[:17], rows[:17])
         for rule in ("zero", "average"):
             launches.count_votes(
                 spans, planes[:17].expand(2, 17), packed[:1].expand(2, 1),
                 verdict[:34].view(2, 17), voters[:17], first=0, size=17, tie=0, rule=rule,
             )  # fmt: skip
         ends = [own[slot.size :] for own in tensors]
-        ends += [planes[19:], packed[1:], verdict[34:], voters[17:], rows[17:]]
+        ends += [planes[17:], packed[1:], verdict[34:], voters[17:], rows[17:]]
         assert [end.unique().tolist() for end in ends] == [[k + 1] for k in range(len(ends))]
 
 

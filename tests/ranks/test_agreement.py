@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.ranks import header
-from hf_dlion.ranks.agreement import FROZEN, Agreed, Common, Meetings, Report
+from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report
 from hf_dlion.ranks.header import Disagreement, Kind, raise_together
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire
@@ -31,7 +31,7 @@ VALUES = [(name, torch.tensor(value)) for name, value in (("weight", 1.1), ("bia
 VALUES += [("frozen", torch.tensor(3.3))]
 
 
-def report(**changes: Any) -> tuple[Report, Common, Any]:
+def report(**changes: Any) -> tuple[Report, int, Any, Any, Any]:
     usual: dict[str, Any] = {
         "kind": Kind.STEP,
         "step": 0,
@@ -41,9 +41,9 @@ def report(**changes: Any) -> tuple[Report, Common, Any]:
         "parameters": lambda: VALUES,
     }
     given = usual | changes
-    parameters = given.pop("parameters")
-    common = Common(given.pop("step"), given.pop("values"), given.pop("signatures"))
-    return Report(**given), common, parameters
+    step, values = given.pop("step"), given.pop("values")
+    signatures, parameters = given.pop("signatures"), given.pop("parameters")
+    return Report(**given), step, values, signatures, parameters
 
 
 def wire_of() -> Wire:

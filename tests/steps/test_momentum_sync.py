@@ -20,7 +20,6 @@ from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.means import average_whole
 from hf_dlion.steps.momentum_sync import (
-    Momentum,
     average_momenta,
     measure,
     slice_of,
@@ -86,11 +85,11 @@ def test_the_budget_counts_the_largest_shard(rank: int, size: int) -> None:
     flat = torch.full((64,), float(rank))
     options = Options(momentum_sync="auto", momentum_sync_every=1, momentum_sync_budget=200)
     slot = Slot.of(flat, 0)
-    slot.momentum = flat
+    slot.momentum, slot.most, slot.state = flat, size, {"divergence": 1.0}
     context = StepContext(
-        step=2, voter=rank, voters=2, options=options, groups=[], state={}, scratch=Scratch()
+        step=2, voter=rank, voters=2, options=options, groups=[], scratch=Scratch()
     )
-    synchronize([Momentum(slot, size, {"divergence": 1.0})], context, Topology())
+    synchronize([slot], context, Topology())
     assert bool((flat == 0.5).all()) == (size == 64)
 
 

@@ -389,7 +389,7 @@ def test_a_disk_per_node_without_save_on_each_node_warns_once(
     with (
         contextlib.chdir(disk),
         mock.patch.object(patches.logger, "warning", messages.append),
-        mock.patch.object(patches, "is_sharded", return_value=sharded),
+        mock.patch.object(patches, "shards_model", return_value=sharded),
     ):
         # Transformers logs a message once per text in a process.
         trained(tiny_args(f"out {disks} {sharded}", save_every=2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.core.codec import TOP, WORD
+from hf_dlion.core.codec import TOP
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import flat_view
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout, Scratch
 from hf_dlion.core.lion import encode, tensor_maxima, tensor_sums
+from hf_dlion.core.quantized_mean import Mean
 from hf_dlion.core.rule import Average, Majority
 from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict, Votes
@@ -34,7 +34,6 @@ from hf_dlion.ranks.stats import WireStats
 from hf_dlion.steps.displacement import SCALES, displacement, move_by_mean
 from hf_dlion.steps.local import LocalSteps
 from hf_dlion.steps.momentum_sync import apply_mean, read_momentum
-from hf_dlion.steps.quantized_mean import Mean
 
 Calls = dict[str, Callable[[], object]]
 
@@ -256,14 +255,14 @@ def _local_work(param: Tensor) -> Calls:
 
     def end_period() -> None:
         for message, mean in zip(layout.messages, means, strict=True):
-            move_by_mean(message, context, WireStats(), mean)
+            move_by_mean(WireStats(), message, mean)
 
     def average_momenta() -> None:
         of_momenta = partial(read_momentum, context=context)
         tensor_sums(layout.slots, layout.messages, of_momenta, context)
         for message, mean in zip(layout.messages, means, strict=True):
             encode(message, context, of_momenta, bits=bits, by_tensor=True)
-            apply_mean(message, context, mean)
+            apply_mean(message, mean)
 
     return {
         "local step": partial(local.step, layout, context, have_met=True),
@@ -288,18 +287,13 @@ def vote_work(
     chosen = form.vote_of if kernels else form.TorchVote
     sent: list[Votes] = []
     verdicts: list[Verdict] = []
-    # All ranks vote on all rows. A rank packs that once, not for each number of ranks.
-    rows = [torch.full((-(-len(m.rows) // WORD),), -1, device=m.device) for m in layout.messages]
 
     def encode_all() -> None:
         steps[:] = [chosen(message, context) for message in layout.messages]
         sent[:] = [step.encode() for step in steps]
 
     def count_all(n: int) -> None:
-        verdicts[:] = [
-            form.verdict_on_equal(votes, n, rule, context.phase, row_bits)
-            for votes, row_bits in zip(sent, rows, strict=True)
-        ]
+        verdicts[:] = [form.verdict_on_equal(votes, n, rule, context.phase) for votes in sent]
 
     def move_all() -> None:
         for step, verdict in zip(steps, verdicts, strict=True):
@@ -326,7 +320,7 @@ def _context(bits: int) -> StepContext:
     return StepContext(
         step=1, voter=0, voters=2, options=Options(bits=bits),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}],
-        state=defaultdict(dict), scratch=Scratch(),
+        scratch=Scratch(),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The mean over the voters of tensors of which each sends a few bits (docs/rule.md, section 9).
+"""What the voters send of a tensor in a few bits, and its mean (docs/rule.md, section 9).
 
-Local steps average how far the ranks moved (`displacement`), and momenta (`momentum_sync`) by it. A
-voter sends the level of each element of w, relative to a magnitude that all voters have agreed on:
+Local steps average how far the ranks moved (`steps.displacement`), and momenta
+(`steps.momentum_sync`). A voter sends the level of each element of w, relative to a magnitude that
+all voters have agreed on:
 
     w  ->  levels of this voter  ->  V, the sum over the voters  ->  d = unit * (V / N)
 """
@@ -9,7 +10,7 @@ voter sends the level of each element of w, relative to a magnitude that all vot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,12 @@ from torch import Tensor
 
 from hf_dlion.core.codec import WORD
 from hf_dlion.core.context import StepContext
+from hf_dlion.core.flat import numbers
 from hf_dlion.core.layout import Message, Piece
-from hf_dlion.core.lion import Source, encode, tensor_maxima, tensor_sums
+from hf_dlion.core.lion import Source, tensor_maxima, tensor_sums
 from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict, Votes
-from hf_dlion.ranks.compare import numbers
-from hf_dlion.ranks.routes import Task, verdict_of
-from hf_dlion.ranks.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -112,24 +111,3 @@ class Mean:
         if len(units) > 1:
             out.view(-1, WORD).mul_(piece.by_word(units, out).view(-1, 1))
         return out
-
-
-def average_message(
-    message: Message,
-    scale: Scale,
-    source: Source,
-    move: Callable[[Mean], None],
-    context: StepContext,
-    ranks: Topology,
-) -> Task:
-    """Sends what `source` returns of a message's pieces, and calls `move` with the mean.
-
-    Slots have magnitudes. Every voter must do this. It is suspended while data travel.
-    """
-    stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
-    votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
-    stats.lap("encode_s", message.device)
-    verdict = yield from verdict_of(votes, rule, context, ranks)
-    stats.lap("exchange_s", message.device)
-    move(Mean(votes, verdict, rule, scale, context))
-    stats.lap("apply_s", message.device)
