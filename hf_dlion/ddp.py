@@ -314,6 +314,11 @@ def broadcasts_state(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.broadcast_buffers) and not ddp.parameters_to_ignore.issuperset(state)
 
 
+def asks_who_uses_parameters(ddp: DistributedDataParallel) -> bool:
+    """Returns whether DDP asks all of its ranks in each backward which parameters are used."""
+    return bool(ddp.find_unused_parameters) and not ddp.static_graph
+
+
 def _refuse_other_reductions(ddp: DistributedDataParallel) -> None:
     if ddp._use_python_reducer:
         raise RuntimeError(

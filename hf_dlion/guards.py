@@ -8,6 +8,7 @@ replicas that differ.
 from __future__ import annotations
 
 import weakref
+from warnings import warn
 
 from torch import Tensor, nn
 
@@ -108,6 +109,19 @@ class Guards:
                 "made since the last one, it holds rank 0's own weights on every rank. Call "
                 "optimizer.exchange_now() before you wrap the model, or optimizer.detach() now to "
                 "go on with the weights of the last exchange"
+            )
+
+    def warn_about_waits(self, model: nn.Module, ranks: Topology | None) -> None:
+        """Warns on rank 0 if DDP lets nodes wait for one another in every local step."""
+        wrapper, every = ddp.wrapper_in(model), self._options.vote_every
+        if ranks is None or ranks.node is None or ranks.everyone.rank or wrapper is None:
+            return
+        if every > 1 and ddp.asks_who_uses_parameters(wrapper):
+            warn(
+                f"vote_every={every}, but DDP asks all nodes in every backward which parameters "
+                f"are used, so they wait for one another in every step. To avoid that, set "
+                f"find_unused_parameters=False, in Trainer ddp_find_unused_parameters=False",
+                stacklevel=3,
             )
 
     def _check_models(self) -> None:

@@ -229,6 +229,21 @@ def test_a_node_whose_ranks_have_different_gradients_is_named(rank: int, how: st
         assert text.startswith(f"{node} vote as one node, but their gradients differ")
 
 
+@pytest.mark.parametrize("options", [{"vote_every": 2}, {"vote_every": 1}])
+@on_ranks(4, timeout=60)
+def test_a_ddp_that_makes_nodes_wait_in_local_steps_is_announced(
+    rank: int, options: dict[str, Any]
+) -> None:
+    local = options["vote_every"] > 1
+    for wrapper in ({"find_unused_parameters": True}, {}, {"static_graph": True}):
+        model = model_of()
+        optimizer = DistributedLion(model.named_parameters(), local_group=2, **options)
+        with warned() as texts:
+            optimizer.attach(DistributedDataParallel(model, **wrapper))
+        expected = rank == 0 and local and "find_unused_parameters" in wrapper
+        assert [("ddp_find_unused_parameters=False" in text) for text in texts] == [True] * expected
+
+
 @pytest.mark.parametrize("how", ["gradient", "weight", "nan"])
 @on_ranks(4, timeout=60)
 def test_ranks_of_a_node_that_differ_are_found_at_the_exchange(rank: int, how: str) -> None:

@@ -34,6 +34,8 @@ from hf_dlion.launch.network import ANYWHERE, VARIABLES, interfaces, name_interf
 from hf_dlion.optimizer import DistributedLion
 
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "datasets", "trl", "peft", "triton")
+# Files of the drivers of NVIDIA's and AMD's GPUs.
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 # How long the ranks wait for one another.
 PATIENCE = timedelta(minutes=2)
 # Time after which two processes of this machine are killed; they may start slowly.
@@ -113,6 +115,12 @@ def _trainer() -> tuple[str, str]:
 
 def _device_found() -> tuple[str, str]:
     if not torch.cuda.is_available():
+        if any(map(os.path.exists, GPU_DRIVERS)):
+            built_for = torch.version.cuda or torch.version.hip or "CPUs"
+            return WARN, (
+                f"this machine has a GPU that torch {torch.__version__}, built for {built_for}, "
+                f"can't use, so it would train on the CPU: install a torch that fits the driver"
+            )
         return OK, "CPU, gloo; pass TrainingArguments(use_cpu=True) or Accelerator(cpu=True)"
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     text = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"
@@ -125,12 +133,15 @@ def _kernels() -> tuple[str, str]:
     """Tells which form of the optimizer's work runs on this machine's device, and why."""
     if not torch.cuda.is_available():
         return OK, "none, they run on GPUs"
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    # A rank may see its own GPU only.
-    device = torch.device("cuda", place if place < torch.cuda.device_count() else 0)
-    if why := trial_refusal(device):
+    if why := trial_refusal(_own_gpu()):
         return WARN, f"slower torch operations instead, with the same result: {why}"
     return OK, f"Triton kernels for votes of one bit; {form.SWITCH}=0 turns them off"
+
+
+def _own_gpu() -> torch.device:
+    """Returns this rank's GPU, which may be the only one that it sees."""
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", place if place < torch.cuda.device_count() else 0)
 
 
 def _network(named: str) -> tuple[str, str]:
@@ -206,7 +217,7 @@ def _among_ranks(report: Report) -> None:
     """Prints what each rank has, takes steps with all ranks, and measures their links."""
     device, backend, advice = torch.device("cpu"), "gloo", ""
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = _own_gpu()
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     try:
         if device.type == "cuda":

@@ -83,8 +83,10 @@ def name_interface() -> str:
             continue
         # On rank 0's node MASTER_ADDR may be a loopback address.
         if not route.is_loopback:
-            os.environ.update(dict.fromkeys(unset, route.interface))
-            names = " ".join(f"{name}={route.interface}" for name in unset)
+            # NCCL takes each interface whose name begins so, but for "=" before it.
+            values = dict(zip(VARIABLES, (route.interface, f"={route.interface}"), strict=True))
+            os.environ.update({name: values[name] for name in unset})
+            names = " ".join(f"{name}={values[name]}" for name in unset)
             destination = host if target == host else "other nodes"
             return f"set {names}, which leads to {destination}. To use another one, export it"
     return ""

@@ -67,6 +67,19 @@ def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
     assert "kernels need triton 3.4, which torch 2.8 installs (got 3.3.1)" in text
 
 
+def test_a_gpu_that_torch_cannot_use_is_named(alone: pytest.MonkeyPatch) -> None:
+    alone.setattr(doctor, "GPU_DRIVERS", ("/no such file", "/dev/null"))
+    found, text = doctor._device_found()
+    assert found == doctor.WARN
+    assert re.search(r"has a GPU that torch 2\S+, built for \S+, can't use", text)
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(alone: pytest.MonkeyPatch) -> None:
+    alone.setattr(torch.cuda, "device_count", lambda: 1)
+    alone.setenv("LOCAL_RANK", "1")
+    assert doctor._own_gpu() == torch.device("cuda", 0)
+
+
 def test_several_interfaces_may_be_named(alone: Any, report: Any) -> None:
     alone.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     alone.setattr(doctor, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]})

@@ -24,6 +24,7 @@ from hf_dlion.core.lion import apply_verdict, plain_lion
 from hf_dlion.core.rule import Average, Majority
 from hf_dlion.core.slot import LocalState, Slot
 from hf_dlion.gpu import kernels, launches, tables
+from hf_dlion.gpu.form import refusal
 from hf_dlion.gpu.warm_up import trial_refusal
 from hf_dlion.options import Options
 from hf_dlion.ranks.routes import Verdict
@@ -264,6 +265,13 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         ends = [own[slot.size :] for own in tensors]
         ends += [planes[17:], packed[1:], verdict[34:], voters[17:], rows[17:]]
         assert [end.unique().tolist() for end in ends] == [[k + 1] for k in range(len(ends))]
+
+
+def test_the_interpreter_is_kept_from_a_gpus_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "interpreter" in refusal(torch.device("cuda", 0))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert refusal(torch.device("cuda", 0)) == ""
 
 
 @in_the_interpreter

@@ -50,12 +50,12 @@ LOOPBACK = {"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.
 @pytest.mark.parametrize(
     ("changes", "routes", "said", "interfaces"),
     [
-        ({}, ETH1, f"set {BOTH}=eth1, which leads to 10.0.0.1", ["eth1", "eth1"]),
-        ({"GLOO_SOCKET_IFNAME": "ib0"}, ETH1, "set NCCL_SOCKET_IFNAME=eth1, ", ["ib0", "eth1"]),
+        ({}, ETH1, f"set {BOTH}==eth1, which leads to 10.0.0.1", ["eth1", "=eth1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, ETH1, "set NCCL_SOCKET_IFNAME==eth1, ", ["ib0", "=eth1"]),
         # One node, no route, and a node that resolves its own name to a loopback address.
         ({"LOCAL_WORLD_SIZE": "4"}, ETH1, "", [None, None]),
         ({"MASTER_ADDR": "nowhere"}, ETH1, "", [None, None]),
-        ({}, LOOPBACK, "which leads to other nodes", ["wlan0", "wlan0"]),
+        ({}, LOOPBACK, "which leads to other nodes", ["wlan0", "=wlan0"]),
     ],
 )
 def test_unset_interfaces_are_set_between_nodes_and_set_ones_stay(
@@ -174,7 +174,7 @@ def test_two_nodes_get_their_interface_and_the_doctor_measures(
         return done.stderr + done.stdout
 
     for text in on_both(lambda rank: run(rank, ["hf_dlion.launch", str(script)])):
-        assert "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0, which leads to 10.9.0.1" in text
+        assert "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0, which leads to 10.9.0.1" in text
         assert "took eth0" in text
     output = on_both(lambda rank: run(rank, ["hf_dlion", "doctor"]))[0]
     assert "all ranks are on one node" not in output
