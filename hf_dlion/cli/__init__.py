@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         code: int = import_module(f"hf_dlion.cli.{args.command}").run(args)
+    except BrokenPipeError:  # As of `| head`, which has read enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # For the flush at the end.
+        return 1
     except (OSError, ValueError) as error:
         print(f"hf-dlion {args.command}: {error}", file=sys.stderr)
         return 2

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Returns a question that names the closest known word, or ""."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f", did you mean {near[0]}?" if near else ""
 
 

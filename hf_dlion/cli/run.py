@@ -9,4 +9,7 @@ import hf_dlion.launch as launch
 
 def run(args: argparse.Namespace) -> int:
     """Replaces this process by the command. Raises what `hf_dlion.launch.run` raises."""
-    launch.run(args.words)
+    words = args.words[1:] if args.words[0] == "--" else args.words
+    if not words:
+        raise ValueError("there is no command after --")
+    launch.run(words)

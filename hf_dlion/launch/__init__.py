@@ -9,6 +9,7 @@ command, and has its own guide.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -114,7 +115,10 @@ def _become(program: str, command: Sequence[str]) -> NoReturn:
     try:
         os.execv(program, list(command))
     except OSError as error:
-        _fail(f"{command[0]} can't be run: {error.strerror}", 126)
+        hint = ""
+        if error.errno == errno.ENOEXEC:
+            hint = f". If it is a script without a #! line, write hf-dlion run bash {command[0]}"
+        _fail(f"{command[0]} can't be run: {error.strerror}{hint}", 126)
 
 
 def _fail(reason: str, code: int = 2) -> NoReturn:

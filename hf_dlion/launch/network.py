@@ -87,6 +87,11 @@ def name_interface() -> str:
             values = dict(zip(VARIABLES, (route.interface, f"={route.interface}"), strict=True))
             os.environ.update({name: values[name] for name in unset})
             names = " ".join(f"{name}={values[name]}" for name in unset)
-            destination = host if target == host else "other nodes"
-            return f"set {names}, which leads to {destination}. To use another one, export it"
+            if target == host:
+                return f"set {names}, which leads to {host}. To use another one, export it"
+            return (
+                f"set {names}, which has the default route, because {host} is an address of this "
+                f"node alone. If it doesn't lead to the other nodes, pass node 0's IP address as "
+                f"MASTER_ADDR, or export another one"
+            )
     return ""

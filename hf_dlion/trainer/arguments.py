@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import transformers
@@ -69,6 +70,11 @@ def check_optim_args(args: Any) -> None:
     if isinstance(args.optim_args, Mapping):
         args.optim_args = as_text(args.optim_args)
     if args.optim == OPTIM_NAME:
+        if not isinstance(args.optim_args, (str, NoneType)):
+            raise TypeError(
+                f"optim_args must be text such as 'bits=2,ties=zero', or a dict (got "
+                f"{args.optim_args!r})"
+            )
         parse_optim_args(args.optim_args)
 
 

@@ -19,7 +19,7 @@ from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.stats import WireStats
-from hf_dlion.steps.local import vote_every_for
+from hf_dlion.steps.local import LOCAL_SHARE, vote_every_for
 from hf_dlion.trainer.prepare import prepare, warn_about_other_optimizer
 
 logger = logging.get_logger(__name__)
@@ -132,9 +132,10 @@ class DistributedLionCallback(TrainerCallback):
         if len(self._times) == MEASURED_STEPS and state.is_world_process_zero:
             # Medians, because evaluations and saves lie between some steps.
             step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
-            # An exchange of local steps sends more bits.
-            ended_s = exchange_s * LOCAL_BITS / lion.options.bits
-            if (vote_every := vote_every_for(step_s - exchange_s, ended_s)) > 1:
+            if exchange_s > LOCAL_SHARE * step_s:
+                # An exchange of local steps sends more bits.
+                ended_s = exchange_s * LOCAL_BITS / lion.options.bits
+                vote_every = vote_every_for(step_s - exchange_s, ended_s)
                 share = ended_s / (ended_s + vote_every * (step_s - exchange_s))
                 logger.warning_once(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "

@@ -29,12 +29,28 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def as_text(optim_args: Mapping[str, Any]) -> str:
-    """Returns options as text: commas separate options, and semicolons the parts of a list."""
+    """Returns options as text: commas separate options, and semicolons the parts of a list.
 
-    def value_text(value: Any) -> str:
-        return ";".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    Raises:
+        ValueError: If a value would be split.
+        TypeError: If a value is a function.
+    """
 
-    return ",".join(f"{name}={value_text(value)}" for name, value in optim_args.items())
+    def value_text(name: str, value: Any) -> str:
+        if callable(value):
+            raise TypeError(
+                f"optim_args: {name} can't be a function: use patterns of names, or make the "
+                f"optimizer, Trainer(optimizers=(DistributedLion(...), None))"
+            )
+        text = ";".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        if set(text) & set(",= "):
+            raise ValueError(
+                f"optim_args: {name}={value!r} must not contain a comma, an equals sign, or a "
+                f'space: write a list as ["*norm*", "*embed*"]'
+            )
+        return text
+
+    return ",".join(f"{name}={value_text(name, value)}" for name, value in optim_args.items())
 
 
 def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -76,10 +92,9 @@ def check_known(name: str, others: Sequence[str], where: str) -> None:
         return
     if name in _ELSEWHERE:
         raise ValueError(f"{where}: {name} is not an option here: {_ELSEWHERE[name]}")
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"{where}: there is no option {name!r}, did you mean {close!r}? Options: {', '.join(known)}"
-    )
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    meant = f", did you mean {close[0]!r}?" if close else "."
+    raise ValueError(f"{where}: there is no option {name!r}{meant} Options: {', '.join(known)}")
 
 
 def only_ours(text: str | None) -> list[str]:

@@ -455,6 +455,17 @@ def test_a_model_on_gpus_that_are_not_here_is_planned_in_one_command(
     assert "| AdamW with DDP fp32 " in run(*words, "--format=markdown")
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_numbers_are_not_cut_in_a_narrow_terminal(
+    run: Any, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = run("1b", "--link=1gbit", "--gpu=h100", "--ranks=8", "--ranks-per-node=4")
+    assert "…" not in text
+    assert re.search(r"^│ AdamW with DDP +│  7.0 GB │ ", text, re.M)
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -496,6 +507,11 @@ def test_a_token_uses_some_experts_of_a_mixture(run: Any, tmp_path: Path) -> Non
     assert mixed == pytest.approx(dense * found.active_share)
     text = run(str(tmp_path), "--link=1gbit", "--gpu=h100")
     assert f"a token uses {found.active_share:.0%} of the parameters" in text
+
+
+def test_a_count_that_would_take_hours_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(cli.main, ["plan", "11t", "--link=1g", "--gpu=h100"], capsys)
+    assert "11t is more than 10,000,000,000,000 parameters" in text
 
 
 def test_a_model_that_this_machine_cannot_train_is_not_judged_by_its_cpu(

@@ -120,6 +120,17 @@ def test_what_cannot_run_is_refused_with_a_reason(words: list[str], code: int, r
     assert reason in " ".join(output_of(words, code).stderr.split())
 
 
+def test_two_dashes_end_the_options_of_run() -> None:
+    done = output_of([*RUN, "--", sys.executable, "-c", "import sys; print(sys.argv)", "--"])
+    assert done.stdout == "['-c', '--']\n"
+
+
+def test_a_script_without_an_interpreter_is_refused_with_how_to_run_it(tmp_path: Path) -> None:
+    (script := tmp_path / "script.sh").write_text("echo hello\n")
+    script.chmod(0o755)
+    assert f"write hf-dlion run bash {script}" in output_of([*RUN, str(script)], 126).stderr
+
+
 def test_an_option_of_the_program_is_not_taken_for_one_of_python() -> None:
     program = "import sys; print(sys.argv)  # -IES"
     for words in (["-c", program], [f"-c{program}"]):

@@ -134,6 +134,23 @@ def test_bad_optim_args_are_refused_at_once(tmp_path: Path, text: str, words: st
         tiny_trainer(args).train()
 
 
+@pytest.mark.parametrize(
+    ("optim_args", "words"),
+    [
+        (["bits=2"], "must be text such as 'bits=2,ties=zero', or a dict"),
+        (5, "must be text such as"),
+        ({"full_precision": "*norm*,*embed*"}, r"full_precision='\*norm\*,\*embed\*' must not"),
+        ({"full_precision": ["a b"]}, "full_precision=.* must not contain"),
+        ({"full_precision": lambda name, param: True}, "full_precision can't be a function"),
+    ],
+)
+def test_optim_args_of_another_type_are_refused(
+    tmp_path: Path, optim_args: Any, words: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^optim_args.*{words}"):
+        tiny_args(tmp_path, optim_args=optim_args)
+
+
 @pytest.mark.oldest
 def test_the_class_route_trains_as_the_name_does_and_its_options_win(tmp_path: Path) -> None:
     named = trained(tiny_args(tmp_path, optim_args="bits=2"))

@@ -474,19 +474,24 @@ def test_a_subclass_that_evaluates_itself_sees_common_weights(tmp_path: Path) ->
     assert agree(*ends)
 
 
+@pytest.mark.parametrize("share", [0.1, 1.0])
 @on_ranks(2)
-def test_a_slow_exchange_is_logged_once_with_what_would_hide_it(rank: int, tmp_path: Path) -> None:
+def test_an_exchange_above_a_tenth_is_logged_once_with_what_would_hide_it(
+    rank: int, tmp_path: Path, share: float
+) -> None:
     wait = Pending.wait
 
     def slow(pending: Pending) -> None:
         wait(pending)
         callback.time.sleep(0.01)
 
-    with logged() as messages, mock.patch.object(Pending, "wait", slow):
+    # A share of 1 stands for steps of which the exchange is a small part.
+    limit = mock.patch.object(callback, "LOCAL_SHARE", share)
+    with logged() as messages, limit, mock.patch.object(Pending, "wait", slow):
         for steps in (52, 49):
             trained(tiny_args(tmp_path, max_steps=steps, logging_steps=100))
     hints = [text for text in messages if "vote_every" in text]
-    assert ["medians of 50 steps" in text for text in hints] == [True] * (rank == 0)
+    assert ["medians of 50 steps" in text for text in hints] == [True] * (rank == 0 and share < 1)
 
 
 def test_the_advised_period_makes_the_exchange_a_tenth_of_the_step() -> None:

@@ -116,9 +116,10 @@ def _table(result: dict[str, Any], *, markdown: bool) -> Table:
         box=box.MARKDOWN if markdown else box.ROUNDED,
         title_justify="left",
     )
-    table.add_column("method", no_wrap=True)
+    # In a narrow terminal, names wrap, and numbers don't.
+    table.add_column("method", min_width=len("DistributedLion,"), overflow="fold")
     for heading in ("sent", "step", "network", "vs. no network", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=heading != "vs. no network")
     for method in methods:
         table.add_row(
             method["name"],
@@ -134,8 +135,8 @@ def _table(result: dict[str, Any], *, markdown: bool) -> Table:
 def _print(what: Table | str) -> None:
     """Prints in the width of the terminal, or without cuts and wraps into a file or pipe."""
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
-    if isinstance(what, Table) and not sys.stdout.isatty():
-        console.width = 200
+    if isinstance(what, Table):
+        console.width = max(console.width, 80) if sys.stdout.isatty() else 200
     console.print(what)
 
 

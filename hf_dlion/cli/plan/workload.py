@@ -14,6 +14,8 @@ from hf_dlion.cli.arguments import parse_count
 
 # A transformer of width h has about h / 128 layers of 12 h^2 elements each.
 _WIDTH_PER_LAYER, _LAYER = 128, 12
+# Of which a prediction takes a minute.
+MOST_PARAMETERS = 10**13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,10 @@ def workload(model: str, trainable: int | None = None) -> Workload:
         ValueError: If there is no such model, or it has fewer parameters than `trainable`.
     """
     count = parse_count(model)
+    if count is not None and count > MOST_PARAMETERS:
+        raise ValueError(
+            f"{model} is more than {MOST_PARAMETERS:,} parameters, which would take hours"
+        )
     if count is not None:
         found = Workload(name=model, parameters=count, shapes=usual_shapes(count))
     else:
@@ -106,7 +112,7 @@ def _config(model: str) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # Of transformers and huggingface_hub, which have many.
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"cannot read the config of {model}: {reason} Pass a folder, or a parameter count such "
