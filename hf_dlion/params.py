@@ -201,8 +201,9 @@ class Params:
             if p in trained:
                 slots.append(slot := Slot.of(p, group_of[k], fsdp.local_part(p.detach())))
                 slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
-                slot.most = fsdp.largest_part(p)
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
+        for slot in slots:
+            slot.most = fsdp.largest_part(slot.param)
         _check_memory(slots)
         return Layout(key, slots)
 

@@ -28,9 +28,6 @@ from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.local import LocalSteps
 
-# Attribute of what a header raised, which leaves blocks around the header at once.
-_ON_ALL_RANKS = "_hf_dlion_on_all_ranks"
-
 
 class Peers:
     """An optimizer's process group, and what its ranks do together.
@@ -64,6 +61,7 @@ class Peers:
         self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
+        self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
         self.comparisons = self._loads = self._attaches = 0
         # A function has another text in every process.
@@ -121,13 +119,17 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
+        self._open.append(report)
         try:
             yield
         except BaseException as error:
-            if self.ranks is None or not can_meet or hasattr(error, _ON_ALL_RANKS):
+            if self.ranks is None or not can_meet or error is report.raised_by_all:
                 raise
             report.failure = error
             fsdp.reshard(self._params.fsdp_models)  # As on the other ranks, for the next forward.
+        finally:
+            self._open.remove(report)
+            report.raised_by_all = None
 
     @contextlib.contextmanager
     def together(self, kind: Kind, *, can_meet: bool = True) -> Iterator[None]:
@@ -172,7 +174,8 @@ class Peers:
             return Agreed([report.finite], [report.present])
         except BaseException as error:
             if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks don't raise.
-                setattr(error, _ON_ALL_RANKS, True)
+                for block in self._open:
+                    block.raised_by_all = error
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:

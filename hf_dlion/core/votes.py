@@ -33,7 +33,8 @@ class Rows:
     @functools.cached_property
     def of_word(self) -> Tensor:
         """Index of each word's row, int32, shape (W,), on `device`."""
-        counts, row_words = torch.tensor(self.lengths, device="cpu").view(-1, 2).t()
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
+        counts, row_words = lengths.view(-1, 2).t()
         words = row_words.repeat_interleave(counts)
         rows = torch.arange(len(self), dtype=torch.int32, device="cpu")
         return rows.repeat_interleave(words).to(self.device)

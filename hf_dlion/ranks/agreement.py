@@ -83,6 +83,7 @@ class Report:
         finite: Whether all gradients are finite.
         abstained: In an exchange, number of the period's steps from which this rank abstained.
         failure: What failed on this rank.
+        raised_by_all: What a header raised on all ranks within the `Peers.all_or_none` block.
     """
 
     kind: Kind
@@ -90,6 +91,7 @@ class Report:
     finite: bool = True
     abstained: int = 0
     failure: BaseException | None = None
+    raised_by_all: BaseException | None = None
 
     @property
     def abstains(self) -> bool:
