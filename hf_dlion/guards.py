@@ -116,7 +116,7 @@ class Guards:
         wrapper, every = ddp.wrapper_in(model), self._options.vote_every
         if ranks is None or ranks.node is None or ranks.everyone.rank or wrapper is None:
             return
-        if every > 1 and ddp.asks_who_uses_parameters(wrapper):
+        if ranks.voters.world_size > 1 and every > 1 and ddp.asks_who_uses_parameters(wrapper):
             warn(
                 f"vote_every={every}, but DDP asks all nodes in every backward which parameters "
                 f"are used, so they wait for one another in every step. To avoid that, set "

@@ -237,8 +237,8 @@ class DistributedLion(torch.optim.Optimizer):
             if self.local is not None and self.local.states and not self.local.shows_anchors():
                 self.guards.check_wrapper(model)
             ddp.attach(model, self)
-            self.guards.warn_about_waits(model, self.peers.ranks)
         self._note_attach()
+        self.guards.warn_about_waits(model, self.peers.ranks)  # Last: it may be an error.
 
     def _note_attach(self) -> None:
         self.peers.note_attach()

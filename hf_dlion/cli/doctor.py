@@ -115,7 +115,7 @@ def _trainer() -> tuple[str, str]:
 
 def _device_found() -> tuple[str, str]:
     if not torch.cuda.is_available():
-        if any(map(os.path.exists, GPU_DRIVERS)):
+        if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(os.path.exists, GPU_DRIVERS)):
             built_for = torch.version.cuda or torch.version.hip or "CPUs"
             return WARN, (
                 f"this machine has a GPU that torch {torch.__version__}, built for {built_for}, "
@@ -141,7 +141,7 @@ def _kernels() -> tuple[str, str]:
 def _own_gpu() -> torch.device:
     """Returns this rank's GPU, which may be the only one that it sees."""
     place = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", place if place < torch.cuda.device_count() else 0)
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else place)
 
 
 def _network(named: str) -> tuple[str, str]:

@@ -181,7 +181,7 @@ class LocalSteps:
         stats.abstentions += agreed.abstained
         self.reset(context.step)
         for slot in layout.slots:
-            slot.local = None  # Frees the anchors before momenta are averaged.
+            slot.local = slot.mean = None  # Frees anchors and means before momenta are averaged.
         return context.step, warnings
 
     # What the model shows.

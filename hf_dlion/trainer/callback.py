@@ -135,7 +135,7 @@ class DistributedLionCallback(TrainerCallback):
             if exchange_s > LOCAL_SHARE * step_s:
                 # An exchange of local steps sends more bits.
                 ended_s = exchange_s * LOCAL_BITS / lion.options.bits
-                vote_every = vote_every_for(step_s - exchange_s, ended_s)
+                vote_every = max(vote_every_for(step_s - exchange_s, ended_s), 2)
                 share = ended_s / (ended_s + vote_every * (step_s - exchange_s))
                 logger.warning_once(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "

@@ -43,7 +43,8 @@ def as_text(optim_args: Mapping[str, Any]) -> str:
                 f"optimizer, Trainer(optimizers=(DistributedLion(...), None))"
             )
         text = ";".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        if set(text) & set(",= "):
+        # Spaces in a text are dropped; those in a list's parts may be meant.
+        if set(text) & set(",=" if isinstance(value, str) else ",= "):
             raise ValueError(
                 f"optim_args: {name}={value!r} must not contain a comma, an equals sign, or a "
                 f'space: write a list as ["*norm*", "*embed*"]'

@@ -68,6 +68,7 @@ def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_named(alone: pytest.MonkeyPatch) -> None:
+    alone.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     alone.setattr(doctor, "GPU_DRIVERS", ("/no such file", "/dev/null"))
     found, text = doctor._device_found()
     assert found == doctor.WARN
