@@ -90,8 +90,8 @@ def name_interface() -> str:
             if target == host:
                 return f"set {names}, which leads to {host}. To use another one, export it"
             return (
-                f"set {names}, which has the default route, because {host} is an address of this "
-                f"node alone. If it doesn't lead to the other nodes, pass node 0's IP address as "
+                f"set {names}, which has the default route, because no interface leads to {host}. "
+                f"If it doesn't lead to the other nodes, pass node 0's IP address as "
                 f"MASTER_ADDR, or export another one"
             )
     return ""

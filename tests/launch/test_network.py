@@ -55,7 +55,12 @@ LOOPBACK = {"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.
         # One node, no route, and a node that resolves its own name to a loopback address.
         ({"LOCAL_WORLD_SIZE": "4"}, ETH1, "", [None, None]),
         ({"MASTER_ADDR": "nowhere"}, ETH1, "", [None, None]),
-        ({}, LOOPBACK, "which has the default route, because 10.0.0.1", ["wlan0", "=wlan0"]),
+        (
+            {},
+            LOOPBACK,
+            "which has the default route, because no interface leads to 10.0.0.1",
+            ["wlan0", "=wlan0"],
+        ),
     ],
 )
 def test_unset_interfaces_are_set_between_nodes_and_set_ones_stay(

@@ -113,7 +113,7 @@ def _config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except Exception as error:  # Of transformers and huggingface_hub, which have many.
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"cannot read the config of {model}: {reason} Pass a folder, or a parameter count such "
             f"as 7b"
