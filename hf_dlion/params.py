@@ -203,7 +203,7 @@ class Params:
                 slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
         for slot in slots:
-            slot.most = fsdp.largest_part(slot.param)
+            slot.largest_part = fsdp.largest_part(slot.param)
         _check_memory(slots)
         return Layout(key, slots)
 

@@ -151,40 +151,40 @@ class SimulatedVotes(SimulatedLion):
     def __init__(self, task: Task, setting: Setting, **options: Any) -> None:
         super().__init__(task, setting, **options)
         self._layout = self.layout_of([param.detach() for param in self.params])
-        self._grads: list[list[Tensor | None]] = []
+        self._votes: list[list[Votes]] = []
 
+    @torch.no_grad()
     def collect(self, worker: int, lr: float) -> None:
         self.clip()
-        self._grads.append([param.grad for param in self.params])
+        layout, context = self._layout, self.context(worker, self.taken + 1)
+        self.fill(layout, worker, [param.grad for param in self.params])
+        context.age_rows(layout.slots)
+        set_mean_magnitudes(layout, context)
+        source = partial(direction, context=context)
+        self._votes.append([
+            encode(message, context, source, bits=context.bits) for message in layout.messages
+        ])  # fmt: skip
+        # One worker's gradients at a time.
         self.model.zero_grad()
+        for slot in layout.slots:
+            slot.moves |= slot.grad is not None
+            slot.grad = None
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         self.taken += 1
         set_lr(self.optimizer, lr)
         options, layout, ranks = self.optimizer.options, self._layout, self.setting.workers
-        rule, by_worker = rule_of(options, ranks), []
-        for slot in layout.slots:
-            slot.moves = False
-        for worker, grads in enumerate(self._grads):
-            context = self.context(worker, self.taken)
-            self.fill(layout, worker, grads)
-            for slot in layout.slots:
-                slot.moves |= slot.grad is not None
-            context.age_rows(layout.slots)
-            set_mean_magnitudes(layout, context)
-            source = partial(direction, context=context)
-            by_worker.append([
-                encode(message, context, source, bits=context.bits) for message in layout.messages
-            ])  # fmt: skip
-        for message, *votes in zip(layout.messages, *by_worker, strict=True):
-            context = self.context(0, self.taken)
+        rule, context = rule_of(options, ranks), self.context(0, self.taken)
+        for message, *votes in zip(layout.messages, *self._votes, strict=True):
             verdict = self.count_votes(message, votes, rule, context.phase)
             apply_verdict(message, verdict, rule, context)
         self.bytes_sent += HEADER_BYTES * (ranks - 1)
         if options.momentum_sync_every:
             self._average_momenta(options.momentum_sync_every)
-        self._grads = []
+        self._votes = []
+        for slot in layout.slots:
+            slot.moves = False
 
     def _average_momenta(self, every: int) -> None:
         """Averages momenta the way `hf_dlion.steps.momentum_sync` does between ranks."""

@@ -125,7 +125,7 @@ class Slot:
         magnitude: The number a to which codes are relative, if the tensor has one.
         mean: Mean over the voters of what `full_precision` averages.
         state: The optimizer's state of the parameter, once the step has its momentum.
-        most: Number of elements of the largest rank's part, equal on all ranks.
+        largest_part: Number of elements of the largest rank's part, equal on all ranks.
     """
 
     size: int
@@ -148,7 +148,7 @@ class Slot:
     magnitude: float | Tensor = 0.0
     mean: Tensor | None = None
     state: dict[str, Any] = field(default_factory=dict)
-    most: int = 0
+    largest_part: int = 0
 
     @classmethod
     def of(cls, param: Tensor, group: int, part: Tensor | None = None) -> Slot:

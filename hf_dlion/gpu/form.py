@@ -45,7 +45,8 @@ def refusal(device: torch.device) -> str:
         return f"kernels run on {' and '.join(DEVICES)}, not on {device.type}"
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0"
-    if device.type == "cuda" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    if device.type == "cuda" and interpreted:
         return "TRITON_INTERPRET is set, whose interpreter would read a GPU's addresses on the CPU"
     return _failed.get(device, "")
 

@@ -215,11 +215,11 @@ def _most_divergent(slots: Sequence[Slot], options: Options, wire: Wire) -> list
     """Returns the slots whose momenta differ most and fit into the budget together, in order."""
     budget = options.momentum_sync_budget
     if budget is None:
-        budget = sum([slot.most for slot in slots]) // 8
+        budget = sum([slot.largest_part for slot in slots]) // 8
     chosen, total = set(), 0
     # A momentum that doesn't fit is skipped, and smaller ones that differ less may still fit.
     for slot in sorted(slots, key=divergence, reverse=True):
-        numel = total + slot.most
+        numel = total + slot.largest_part
         if divergence(slot) > 0.0 and sync_bytes(numel, options, wire.world_size) <= budget:
             chosen.add(slot)
             total = numel

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -268,10 +269,10 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
 
 
 def test_the_interpreter_is_kept_from_a_gpus_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "interpreter" in refusal(torch.device("cuda", 0))
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert refusal(torch.device("cuda", 0)) == ""
+    device = torch.device("cuda", 0)
+    for text, interpreted in (("1", True), ("True", True), ("off", False), ("0", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", text)
+        assert ("interpreter" in refusal(device)) == knobs.runtime.interpret == interpreted
 
 
 @in_the_interpreter
