@@ -85,7 +85,7 @@ def test_the_budget_counts_the_largest_shard(rank: int, size: int) -> None:
     flat = torch.full((64,), float(rank))
     options = Options(momentum_sync="auto", momentum_sync_every=1, momentum_sync_budget=200)
     slot = Slot.of(flat, 0)
-    slot.momentum, slot.most, slot.state = flat, size, {"divergence": 1.0}
+    slot.momentum, slot.largest_part, slot.state = flat, size, {"divergence": 1.0}
     context = StepContext(
         step=2, voter=rank, voters=2, options=options, groups=[], scratch=Scratch()
     )
