@@ -105,9 +105,10 @@ class Chooser:
 
 
 def test_a_method_may_select_parameters() -> None:
-    optimizer = DistributedLion([("norm", filled(1.0))], full_precision=Chooser().choose)
+    named = [("norm", filled(1.0)), ("weight", filled(1.0))]
+    optimizer = DistributedLion(named, full_precision=Chooser().choose)
     optimizer.step()
-    assert optimizer.steps == 1
+    assert [slot.full_precision for slot in optimizer.params.fresh_layout().slots] == [True, False]
 
 
 def test_a_module_instead_of_parameters_is_refused_with_the_call_to_write() -> None:
