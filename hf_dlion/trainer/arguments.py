@@ -21,7 +21,7 @@ def missing(what: str) -> RuntimeError:
     """Returns the error for a version of transformers that lacks `what`."""
     return RuntimeError(
         f"hf_dlion needs {what}, which transformers {transformers.__version__} doesn't have. Use "
-        f"transformers 5.2 to 5.23, or DistributedLion in an Accelerate or torch loop"
+        f"transformers 5.2 to 5.24, or DistributedLion in an Accelerate or torch loop"
     )
 
 
