@@ -428,8 +428,7 @@ class DistributedLion(torch.optim.Optimizer):
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         context = self._context(self.steps + 1)
         self.wire.lap("", layout.device)
-        have_met = kind is not Kind.STEP or any(agreed.gradient_counts)
-        local.step(layout, context, have_met=have_met)
+        local.step(layout, context)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
         if kind is not Kind.EXCHANGE:

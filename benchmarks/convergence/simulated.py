@@ -213,7 +213,7 @@ class SimulatedLocalSteps(SimulatedLion):
         set_lr(self.optimizer, lr)
         layout, period = self._layouts[worker], self._periods[worker]
         self.fill(layout, worker, [param.grad for param in self.params])
-        period.step(layout, self.context(worker, self.taken + 1), have_met=True)
+        period.step(layout, self.context(worker, self.taken + 1))
         self.model.zero_grad()
         for slot, first in zip(layout.slots, self._layouts[0].slots, strict=True):
             slot.grad = None

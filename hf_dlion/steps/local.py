@@ -130,12 +130,11 @@ class LocalSteps:
         """Returns the period of a meeting: an exchange ends it with the step that begins."""
         return self.next_period if kind is Kind.EXCHANGE else self.period
 
-    def step(self, layout: Layout, context: StepContext, *, have_met: bool) -> None:
+    def step(self, layout: Layout, context: StepContext) -> None:
         """Takes a step on this rank's gradients, without communication; see `begin_step`.
 
-        The first step of a period keeps anchors. Later, a parameter gets one after a header, which
-        has found equal weights on all ranks. `have_met`, equal on all ranks, is False if a header
-        compared no weights because no rank had a gradient; the next step then has one, too.
+        The first step of a period keeps anchors. A parameter that is unfrozen later gets one after
+        a header, or if no rank had a gradient there, the next header compares its weights.
         """
         lrs = [float(group["lr"]) for group in context.groups]
         shrink = [
@@ -151,7 +150,7 @@ class LocalSteps:
             slot.moves = slot.grad is not None
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        self.period, self._met = self.next_period, layout if have_met else None
+        self.period, self._met = self.next_period, layout
 
     def exchange(
         self,

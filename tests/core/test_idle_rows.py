@@ -49,7 +49,9 @@ def test_a_survey_marks_rows_of_finite_gradients() -> None:
     assert [slot.idle for slot in slots] == [None] * 5  # Nothing stays of the last survey.
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 256), (128, 256), (64, 128), (192, 320)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 256), (128, 256), (64, 128), (64, 192), (192, 320)]
+)
 def test_rows_are_silenced_wherever_a_piece_is_cut(start: int, stop: int) -> None:
     """Rows of 128 elements, of which 1 and 2 are old."""
     whole = torch.ones(384)

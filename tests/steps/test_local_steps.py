@@ -56,6 +56,20 @@ def test_a_parameter_that_ranks_use_in_turns_trains(rank: int) -> None:
     assert float(turns.square().sum() / start[0].square().sum()) < 0.6
 
 
+@on_ranks(2)
+def test_a_parameter_decays_if_a_rank_had_a_gradient_in_the_period(rank: int) -> None:
+    """The gradient is zero, so nothing else moves the parameter, and later steps have none."""
+    used, unused, always = (nn.Parameter(torch.ones(64)) for _ in range(3))
+    optimizer = DistributedLion([used, unused, always], lr=0.5, weight_decay=0.5, vote_every=3)
+    always.grad = torch.ones(64)
+    used.grad = torch.zeros(64) if rank == 0 else None
+    for _ in range(3):
+        optimizer.step()
+        used.grad = None
+    assert used.unique().tolist() == [0.75**3]
+    assert unused.unique().tolist() == [1.0]
+
+
 @pytest.mark.parametrize(
     ("every", "bits", "least", "most"), [(16, 1, 1 / 16, 0.070), (32, None, 1 / 8, 0.133)]
 )

@@ -238,7 +238,7 @@ def _local_work(param: Tensor) -> Calls:
     layout, local, bits = _layout_of([param]), LocalSteps(2, {}), LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
-    local.step(layout, context, have_met=True)
+    local.step(layout, context)
     (slot,), source = layout.slots, partial(displacement, context=context)
     slot.magnitude = 1.0
     sent: list[Votes] = []
@@ -265,7 +265,7 @@ def _local_work(param: Tensor) -> Calls:
             apply_mean(message, mean)
 
     return {
-        "local step": partial(local.step, layout, context, have_met=True),
+        "local step": partial(local.step, layout, context),
         "encode displacement": encode_displacement,
         "end period": end_period,
         "momenta": average_momenta,
