@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 import sys
 import time
@@ -134,6 +135,9 @@ def test_two_processes_that_hang_are_killed(
     report.check("two ranks here", doctor._two_ranks)
     assert report.failed
     assert "TimeoutError: two processes didn't take 3 steps in 1 s" in capsys.readouterr().out
+    for process in multiprocessing.active_children():
+        process.join(10.0)
+    assert not multiprocessing.active_children()
 
 
 def planned(said: str) -> tuple[argparse.Namespace, str]:
