@@ -219,16 +219,20 @@ def test_functions_that_select_different_momenta_are_refused(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_steps_work_with_another_default_dtype(rank: int) -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model, optimizer = plain(
-            momentum_sync_every=1, momentum_sync="auto", check_replicas_every=1
-        )
-        for step in range(2):
-            take_step(optimizer, model, batch(step, rank).bfloat16())
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_torchs_default_dtype_changes_nothing(rank: int) -> None:
+    options = {"momentum_sync_every": 1, "momentum_sync": "auto", "check_replicas_every": 1}
+    pairs = [plain(**options) for _ in range(2)]
+    for step in range(2):
+        for (model, optimizer), dtype in zip(pairs, (torch.float32, torch.bfloat16), strict=True):
+            backward(model, batch(step, rank))
+            torch.set_default_dtype(dtype)
+            try:
+                optimizer.step()
+            finally:
+                torch.set_default_dtype(torch.float32)
+    assert same(*(list(model.parameters()) for model, _ in pairs))
+    first, second = (optimizer.momentum_divergence() for _, optimizer in pairs)
+    assert first == second
 
 
 @on_ranks(3)
