@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -342,17 +343,11 @@ def test_a_transformers_without_handlers_is_refused(monkeypatch: pytest.MonkeyPa
         hf_dlion.register()
 
 
-def test_axolotls_plugin_registers_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["axolotl.integrations.base"].BasePlugin = type("BasePlugin", (), {})
-    calls: list[None] = []
-    monkeypatch.setattr(
-        importlib.import_module("hf_dlion.trainer.registration"),
-        "register",
-        lambda: calls.append(None),
-    )
-    module = importlib.import_module("hf_dlion.trainer.axolotl")
-    monkeypatch.delitem(sys.modules, module.__name__)
-    module.DistributedLionPlugin().register({"optimizer": "dlion"})
-    assert len(calls) == 1
+def test_axolotls_plugin_registers_when_it_is_loaded() -> None:
+    base = types.SimpleNamespace(BasePlugin=object)
+    axolotl = dict.fromkeys(("axolotl", "axolotl.integrations", "axolotl.integrations.base"), base)
+    registers = mock.patch("hf_dlion.trainer.registration.register")
+    with mock.patch.dict(sys.modules, axolotl), registers as register:
+        module = importlib.import_module("hf_dlion.trainer.axolotl")
+        module.DistributedLionPlugin().register({"optimizer": "dlion"})
+    register.assert_called_once_with()
