@@ -13,7 +13,7 @@ from hf_dlion import DistributedLion
 from hf_dlion.core import layout
 from hf_dlion.core.flat import momentum_of
 from hf_dlion.core.layout import Layout, messages_of
-from hf_dlion.core.slot import Field, LocalState, Slot
+from hf_dlion.core.slot import LocalState, Slot
 from tests.support.spawn import on_ranks
 
 
@@ -48,14 +48,6 @@ def test_a_row_is_never_cut_between_messages(monkeypatch: pytest.MonkeyPatch) ->
             assert words % row == 0
     assert len(plan) > 3
     assert max(len(own.pieces) for own in plan) > 1
-
-
-def test_every_field_is_a_tensor_of_a_slot() -> None:
-    slot = Slot.of(torch.ones(64, dtype=torch.bfloat16), 0)
-    slot.local = LocalState.of(slot.part)
-    slot.moves = True
-    slot.grad = slot.momentum = slot.mean = slot.p
-    assert all(isinstance(slot.get(field), Tensor) for field in Field)
 
 
 def test_ranks_that_split_a_model_over_devices_differently_see_it() -> None:
