@@ -80,6 +80,20 @@ def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) 
 
 
 @on_ranks(2)
+def test_a_weight_of_16_bits_that_is_not_finite_counts_as_not_moved(rank: int) -> None:
+    """What rounding left out of it isn't finite, either."""
+    param, optimizer = single(1.0, torch.bfloat16, lr=2**-7, vote_every=3)
+    param.grad.fill_(1.0 + rank)
+    with warned() as texts:
+        for step in range(3):
+            if step == 1 and rank == 1:
+                param.detach().fill_(math.nan)
+            optimizer.step()
+    assert len(texts) == rank
+    assert param.unique().tolist() == [1 - 3 * 2**-7 / 2]  # Half of rank 0's move.
+
+
+@on_ranks(2)
 def test_an_evaluation_or_a_save_of_a_frozen_model_loses_no_step(rank: int, tmp_path: Path) -> None:
     """Freezes a model around an evaluation and a save, as with a GAN's discriminator."""
     results = []

@@ -186,6 +186,21 @@ def test_an_averaged_momentum_keeps_most_of_its_divergence(rank: int) -> None:
     assert gathered(found) == [found, found]
 
 
+@on_ranks(2)
+def test_local_steps_measure_again_after_at_least_50_steps(rank: int) -> None:
+    """Momenta are averaged in each fourth step, so it is the first of these after 50 steps."""
+    param = nn.Parameter(torch.zeros(4, 64))
+    optimizer = DistributedLion(
+        [("w", param)], vote_every=2, momentum_sync="auto", momentum_sync_every=2
+    )
+    found = [None]
+    for step in range(60):
+        param.grad = drawn(param.shape, step, rank)
+        optimizer.step()
+        found.append(optimizer.momentum_divergence().get("w"))
+    assert [step for step in range(1, 61) if found[step] != found[step - 1]] == [4, 56]
+
+
 @on_ranks(4)
 def test_nodes_measure_one_divergence(rank: int) -> None:
     ddp, optimizer = attached(local_group=2, momentum_sync="auto", momentum_sync_every=2)
