@@ -15,14 +15,17 @@ from tests.support.training import error_of, is_equal_everywhere
 @pytest.mark.parametrize("selection", ["*bias", "", "*"], ids=["pattern", "function", "all"])
 @on_ranks(2)
 def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) -> None:
-    """Compares with plain Lion on the mean over the ranks that have a gradient."""
+    """Compares with plain Lion on the mean over the ranks that have a gradient.
+
+    Momenta are those of operations that round one by one, so all processors get the same ones.
+    """
     layout.PIECE["cpu"], layout.MESSAGE["cpu"], layout.MESSAGES = 1 << 7, 1 << 8, 1 << 20
     model, optimizer = plain(
         weight_decay=0.1,
         full_precision=selection or (lambda name, param: name.endswith("bias")),
     )
     start = copies(model.parameters())
-    alone = lions_of(start, 1, 1)
+    alone, momenta = lions_of(start, 1, 1), [torch.zeros_like(p) for p in start]
     for step in range(5):
         every = [[drawn(p.shape, step, r, k) for k, p in enumerate(start)] for r in range(2)]
         for k, p in enumerate(model.parameters()):
@@ -35,10 +38,14 @@ def test_full_precision_is_lion_on_the_mean_gradient(rank: int, selection: str) 
         if step == 2:
             means[1] = every[0][1]
         alone.step([means])
+        for m, mean in zip(momenta, means, strict=True):
+            if mean is not None:
+                m += (mean - m) * (1 - 0.98)
         optimizer.step()
-        for (name, p), own in zip(model.named_parameters(), alone.params, strict=True):
+        for (name, p), own, m in zip(model.named_parameters(), alone.params, momenta, strict=True):
             if selection == "*" or name.endswith("bias"):
                 assert torch.equal(p, own), (step, name)
+                assert torch.equal(optimizer.state[p]["exp_avg"], m), (step, name)
     if selection == "*":  # Each element is sent once, also those of tensors in several messages.
         elements = sum(p.numel() for p in start)
         messages = len(optimizer.params.fresh_layout().averaged_messages)
