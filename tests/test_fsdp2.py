@@ -179,7 +179,8 @@ def test_a_nan_in_one_shard_makes_its_replica_abstain(rank: int) -> None:
         # Replica 1 alone decides; its gradients are -1.
         torch.testing.assert_close(part, old + 0.01)
         momentum = optimizer.state[param].get("exp_avg")
-        assert momentum is None or bool((momentum.to_local() == 0).all()) == (replica == 0)
+        has_moved = momentum is not None and bool(momentum.to_local().any())
+        assert has_moved == (replica == 1)
     assert optimizer.wire.abstentions == 2
 
 
