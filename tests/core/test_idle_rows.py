@@ -85,6 +85,11 @@ def test_a_row_moves_for_as_long_as_the_momentum_remembers() -> None:
     assert moves(range(300), {"betas": (0.9, 0.5)}, 0)[0] == [2.0, -300.0]
 
 
+def test_a_momentum_may_remember_more_steps_than_an_age_counts() -> None:
+    """1 / (1 - beta2) is above 2^31, and ages are int32."""
+    assert moves(range(3), {"betas": (0.9, 1 - 1e-12)}, 0)[0] == [3.0, -3.0]
+
+
 @pytest.mark.parametrize(
     ("options", "distance"),
     [
