@@ -126,8 +126,13 @@ def test_a_parameter_that_is_passed_twice_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.complex64])
 def test_parameters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     param = nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
-    with pytest.raises(TypeError, match=rf"16, 32, or 64 bits \(got {dtype}\): pass only those"):
+    text = rf"16, 32, or 64 bits \(got {dtype}\): pass only those"
+    with pytest.raises(TypeError, match=text):
         DistributedLion([param])
+    optimizer = DistributedLion([filled(1.0)])
+    with pytest.raises(TypeError, match=text):
+        optimizer.add_param_group({"params": [param]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_parameter_with_gaps_in_memory_is_refused() -> None:
