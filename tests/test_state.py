@@ -323,9 +323,10 @@ def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:
     assert optimizer.steps == 0
 
 
+@pytest.mark.parametrize("option", ["process_group", "replicate"])
 @on_ranks(2)
-def test_a_copy_would_lose_its_process_group() -> None:
-    optimizer = DistributedLion([filled(1.0)], process_group=dist.group.WORLD)
+def test_a_copy_would_lose_its_process_group(option: str) -> None:
+    optimizer = DistributedLion([filled(1.0)], **{option: dist.group.WORLD})
     with pytest.raises(TypeError, match="can't be copied or pickled"):
         copy.deepcopy(optimizer)
 
