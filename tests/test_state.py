@@ -236,6 +236,17 @@ def test_another_order_of_equal_parameters_is_found_by_the_names_of_the_model(
     optimizer.detach()
 
 
+def test_names_of_a_second_model_are_not_those_of_the_first() -> None:
+    models = [nn.Linear(2, 2), nn.LayerNorm(2), nn.Conv1d(2, 2, 1)]
+    optimizer = DistributedLion([param for model in models for param in model.parameters()])
+    for model in (*models, models[0]):
+        optimizer.params.name_as(model)
+    names = [name for name, _ in optimizer.params.named()]
+    assert names == [
+        f"{model}{name}" for model in ("", "model 2: ", "model 3: ") for name in ("weight", "bias")
+    ]
+
+
 def test_names_that_were_passed_stay_in_a_load_and_others_stay_out() -> None:
     """Loads states with and without names, as earlier versions saved them with Trainer."""
     model = nn.LayerNorm(64)
