@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -344,6 +345,21 @@ def test_the_optimizers_state_alone_is_refused_within_a_period(rank: int, tmp_pa
     run.lion.exchange_now()
     run.lion.load_state_dict(state)
     run.train(6)
+
+
+@on_ranks(2)
+def test_a_local_step_after_a_load_of_momenta_alone_begins_with_a_header(
+    rank: int, tmp_path: Path
+) -> None:
+    run, sent = Run(rank, steps=6, vote_every=3), []
+    for loads in (False, True):
+        save_momentum(run.lion, tmp_path)
+        if loads:
+            load_momentum(run.lion, tmp_path)
+        run.train(1)
+        sent.append(run.lion.wire.last_bytes_sent)
+        run.train(2)
+    assert sent == [0, 64]
 
 
 @on_ranks(2)
@@ -722,6 +738,16 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path,
     assert same(kept, run.momenta)
 
 
+def test_momenta_of_another_step_are_refused_where_a_state_was_only_created(tmp_path: Path) -> None:
+    """As by torch.distributed.checkpoint, whose load would then replace the momenta."""
+    save_momentum(Run(0, steps=2).lion, tmp_path)
+    run = Run(0)
+    get_state_dict(run.model, run.lion)
+    with pytest.raises(CheckpointError, match="after step 2, but the optimizer is at step 0"):
+        load_momentum(run.lion, tmp_path)
+    assert not any(momentum.any() for momentum in run.momenta)
+
+
 def test_a_file_system_that_cannot_write_folders_to_the_disk_keeps_momenta(tmp_path: Path) -> None:
     run, fsync = Run(0, steps=2), os.fsync
 
@@ -745,6 +771,26 @@ def test_a_folder_without_momenta_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=re.escape(text)):
             load_momentum(lion, folder)
+
+
+def test_files_of_several_saves_by_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    run = Run(0, steps=2)
+    save_momentum(run.lion, tmp_path)
+    for count in (3, 2):
+        shutil.copy(file_of(tmp_path, 0, 1), file_of(tmp_path, 0, count))
+    load_momentum(run.lion, tmp_path)  # Its own number of ranks has a file.
+    file_of(tmp_path, 0, 1).unlink()
+    with pytest.raises(CheckpointError, match=r"several saves, by \[2, 3\] ranks, and none by 1: "):
+        load_momentum(run.lion, tmp_path)
+
+
+def test_a_load_leaves_nothing_of_the_state_before_it(tmp_path: Path) -> None:
+    run = Run(0, steps=1)
+    save_momentum(run.lion, tmp_path)
+    state = run.lion.state[run.model[1].bias]
+    state.update({AGE: torch.ones(1, dtype=torch.int32), "divergence": 0.5})
+    load_momentum(run.lion, tmp_path)
+    assert run.lion.state[run.model[1].bias].keys() == {"exp_avg"}
 
 
 def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:
