@@ -156,6 +156,17 @@ def test_a_load_of_its_own_state_keeps_what_only_this_rank_has(rank: int, every:
 
 
 @on_ranks(2)
+def test_a_load_of_its_own_state_of_an_earlier_step_begins_a_new_period() -> None:
+    """The momenta are the optimizer's own tensors, which have changed since then."""
+    _, optimizer = single(vote_every=4)
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    assert (optimizer.steps, optimizer.local.steps) == (1, 0)
+
+
+@on_ranks(2)
 def test_a_load_of_its_own_state_counts_on_a_rank_that_never_had_a_gradient(rank: int) -> None:
     param, optimizer = single()
     for _ in range(2):

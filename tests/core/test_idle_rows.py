@@ -113,10 +113,16 @@ def test_a_rank_stops_voting_on_a_row_that_it_used_once(
 
 def test_a_state_dict_keeps_ages() -> None:
     _, optimizer = moves(range(120), {}, 0)
-    other = DistributedLion([("p", nn.Parameter(torch.zeros(3, 64).bfloat16()))], lr=1.0)
+    param = nn.Parameter(torch.zeros(3, 64).bfloat16())
+    other = DistributedLion([("p", param)], lr=1.0)
     other.load_state_dict(optimizer.state_dict())
     (age,) = [state[AGE] for state in other.state.values()]
     assert age.dtype == torch.int32
+    assert age.tolist() == [50, 50, 0]
+    param.grad = torch.zeros_like(param)
+    other.step()
+    assert other.state[param][AGE].tolist() == [50, 50, 1]
+    (age,) = [state[AGE] for state in optimizer.state.values()]  # A load copies.
     assert age.tolist() == [50, 50, 0]
 
 
