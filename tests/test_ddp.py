@@ -358,6 +358,21 @@ def test_optimizers_share_a_wrapper_or_take_over(rank: int, norm: bool) -> None:
 
 
 @on_ranks(2)
+def test_what_ddp_ignores_needs_no_owner_and_no_synchronization(rank: int) -> None:
+    model = Model(norm=True)
+    ignored = [f"second.{name}" for name, _ in model.second.named_parameters()]
+    ignored += [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model)
+    owner, other = Owner(model.first.parameters()), Owner(model.second.parameters())
+    attach(ddp, owner)
+    assert not ddp.require_backward_grad_sync
+    assert is_local(ddp, rank)
+    assert [error_of(optimizer.step) for optimizer in (owner, other)] == ["", ""]
+    detach(owner)
+
+
+@on_ranks(2)
 def test_a_wrapper_of_compiled_regions_is_attached_itself(rank: int) -> None:
     """Attaches a wrapper with `_orig_mod`, which Accelerate's regional compilation makes."""
     ddp = DistributedDataParallel(Model())
