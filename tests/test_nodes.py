@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import math
@@ -200,6 +201,18 @@ def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
     call = functools.partial(optimizer.attach, model) if rank else optimizer.step
     with pytest.raises(Disagreement, match="rank 1 has local_group= while rank 0 steps: "):
         call()
+
+
+@on_ranks(4)
+def test_bytes_of_a_step_are_counted_inside_a_node_and_to_others(rank: int) -> None:
+    ddp, optimizer = attached(local_group=2)
+    for step in range(2):
+        before = dataclasses.replace(optimizer.wire)
+        take_step(optimizer, ddp, batch(step, rank))
+        found = optimizer.wire
+        assert 0 < found.last_bytes_sent == found.bytes_sent - before.bytes_sent
+        assert 0 < found.last_node_bytes_sent == found.node_bytes_sent - before.node_bytes_sent
+    optimizer.detach()
 
 
 @on_ranks(4)
