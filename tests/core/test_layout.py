@@ -74,6 +74,16 @@ def test_a_momentum_and_an_anchor_follow_their_parameter_to_a_device() -> None:
     assert local.anchor.device == local.compensation.device == param.device
 
 
+def test_a_layout_follows_a_parameter_to_a_device() -> None:
+    """As `model.to` moves it: the same object, shape, and strides."""
+    param = nn.Parameter(torch.ones(64))
+    optimizer = DistributedLion([param])
+    for kind in ("cpu", "meta"):
+        torch.utils.swap_tensors(param, nn.Parameter(torch.ones(64, device=kind)))
+        plan = optimizer.params.fresh_layout()
+        assert plan.device.type == plan.slots[0].device.type == kind
+
+
 class DestinationsOfCopies(TorchDispatchMode):
     """Notes the dtypes of each `_foreach_copy_`, which torch before 2.11 mixes up on CUDA."""
 
