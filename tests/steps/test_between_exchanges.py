@@ -686,6 +686,17 @@ def test_a_group_keeps_its_decay_if_one_before_it_is_removed(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_removed_within_a_period_gets_the_common_weights(rank: int) -> None:
+    params = [filled(1.0) for _ in range(2)]
+    optimizer = DistributedLion([{"params": [p]} for p in params], lr=0.01, vote_every=4)
+    for step in range(3):
+        if step == 1:
+            optimizer.param_groups.pop()
+        optimizer.step()
+        assert [bool((p == 1.0).all()) for p in params] == [False, step > 0]
+
+
+@on_ranks(2)
 def test_a_group_can_be_removed_between_exchanges(rank: int, tmp_path: Path) -> None:
     params = [nn.Parameter(torch.ones(64)) for _ in range(3)]
     optimizer = DistributedLion([{"params": [p]} for p in params], lr=0.01, vote_every=3)
