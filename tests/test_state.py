@@ -177,6 +177,29 @@ def test_a_load_of_its_own_state_counts_on_a_rank_that_never_had_a_gradient(rank
     assert optimizer.steps == 3
 
 
+def test_a_load_forgets_abstentions() -> None:
+    param, optimizer = single(max_abstained_steps=2)
+    said = []
+    for step in range(3):
+        param.grad.fill_(torch.nan)
+        said.append(error_of(optimizer.step))
+        if step == 0:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [text != "" for text in said] == [False, False, True]
+
+
+@on_ranks(2)
+def test_a_memory_format_that_changes_on_one_rank_is_named(rank: int) -> None:
+    param = nn.Parameter(torch.ones(2, 64, 3, 5))
+    optimizer = DistributedLion([("w", param)], lr=0.01)
+    for step in range(2):
+        if (rank, step) == (1, 1):
+            param.data = param.data.to(memory_format=torch.channels_last)
+        param.grad = torch.ones_like(param)
+        said = error_of(optimizer.step)
+        assert ("ranks differ in trainable parameters" in said) == (step == 1)
+
+
 def test_a_pickled_optimizer_keeps_options_and_state() -> None:
     model, optimizer = plain(ties="zero")
     take_step(optimizer, model, batch(0, 0))
