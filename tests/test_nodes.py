@@ -100,6 +100,13 @@ def test_nodes_need_attach(rank: int, case: str) -> None:
         optimizer.step()
 
 
+@on_ranks(2)
+def test_nodes_of_one_rank_need_no_attach(rank: int) -> None:
+    model, optimizer = plain(local_group=1)
+    take_step(optimizer, model, batch(0, rank))
+    assert optimizer.steps == 1
+
+
 @on_ranks(4, timeout=30)
 def test_an_attach_that_is_refused_on_one_rank_does_not_hang(rank: int) -> None:
     ddp, optimizer = plain(DistributedDataParallel(model_of()), local_group=2)
@@ -255,6 +262,20 @@ def test_a_ddp_that_makes_nodes_wait_in_local_steps_is_announced(
             optimizer.attach(DistributedDataParallel(model, **wrapper))
         expected = rank == 0 and local and "find_unused_parameters" in wrapper
         assert [("ddp_find_unused_parameters=False" in text) for text in texts] == [True] * expected
+
+
+@pytest.mark.parametrize("vote_every", [1, 2])
+@on_ranks(2)
+def test_a_single_node_is_warned_of_nothing(rank: int, vote_every: int) -> None:
+    """Its only voter has the gradients of all voters, and waits for no other node."""
+    model = model_of()
+    optimizer = DistributedLion(model.named_parameters(), local_group=2, vote_every=vote_every)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    with warned() as texts:
+        optimizer.attach(ddp)
+        take_step(optimizer, ddp, batch(0, rank))
+    assert texts == []
+    optimizer.detach()
 
 
 @pytest.mark.parametrize("how", ["gradient", "weight", "nan"])
