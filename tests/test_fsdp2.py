@@ -110,6 +110,23 @@ def test_momenta_of_which_a_shard_has_nothing_are_averaged(rank: int) -> None:
     assert float(momentum.abs().sum()) < 0.02
 
 
+@on_ranks(2, timeout=20)
+def test_a_closure_that_fails_on_one_rank_leaves_no_model_gathered_there(rank: int) -> None:
+    """Its next forward would gather nothing, and the other rank would wait."""
+    model, optimizer = sharded(1, 2)
+
+    def closure() -> float:
+        backward(model, batch(0, rank))
+        with torch.no_grad():
+            model(batch(0, rank))  # leaves the root gathered
+        return 0.0 if rank == 0 else 1 / 0
+
+    with pytest.raises((ZeroDivisionError, Disagreement)):
+        optimizer.step(closure)
+    take_step(optimizer, model, batch(0, rank))
+    assert optimizer.steps == 1
+
+
 @on_ranks(2)
 def test_complete_momenta_of_sharded_parameters_are_refused() -> None:
     """Each shard would continue with the first rows; and sharded momenta of complete parameters."""
