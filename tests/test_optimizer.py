@@ -384,7 +384,13 @@ def test_weights_that_were_moved_elsewhere_free_their_memory(vote_every: int) ->
         with optimizer.common_weights():
             pass
 
-    for call in (optimizer.step, look, optimizer.exchange_now, look):
+    for call in (
+        optimizer.step,
+        look,
+        optimizer.exchange_now,
+        look,
+        optimizer.synchronize_momentum,
+    ):
         call()
         old = weakref.ref(param.untyped_storage())
         param.data = param.data.clone()
