@@ -199,6 +199,20 @@ def test_gradients_that_no_hook_averaged_in_the_node_are_refused(
     optimizer.detach()
 
 
+@on_ranks(4)
+def test_a_node_abstains_from_a_local_step_that_fails_on_one_of_its_ranks(rank: int) -> None:
+    ddp, optimizer = attached(local_group=2, vote_every=9)
+    for step in range(3):
+        fails = (rank, step) == (1, 2)
+        backward(ddp, batch(step, rank))
+        with optimizer.common_weights() if fails else contextlib.nullcontext():
+            assert (error_of(optimizer.step) != "") == fails
+    for param in ddp.parameters():
+        first, second, *_ = everyones(param.detach())
+        assert torch.equal(first, second)
+    optimizer.detach()
+
+
 @on_ranks(2)
 def test_nodes_on_one_rank_only_are_refused(rank: int) -> None:
     model, optimizer = plain(
