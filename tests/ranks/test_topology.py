@@ -127,6 +127,16 @@ def test_a_rank_that_does_not_know_its_node_raises_and_is_named(
         form_a_node(**variables)
 
 
+@on_ranks(2)
+def test_a_group_of_a_node_that_was_destroyed_is_created_again(rank: int) -> None:
+    for _ in range(2):
+        topology = Topology(None, 2)
+        topology.form()
+        assert topology.node is not None
+        assert topology.node.gather_words([rank], "a word").view(-1).tolist() == [0, 1]
+        dist.destroy_process_group(topology.node.group)
+
+
 @on_ranks(4)
 def test_groups_that_torch_would_name_differently_are_refused() -> None:
     dist.new_group([0, 1])
