@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from hf_dlion.core import rounding
+from hf_dlion.optimizer import DistributedLion
 from tests.support import definition
 from tests.support.fake_gpu import DEVICE
 
@@ -58,6 +62,15 @@ def test_random_bits_equal_the_definition_beyond_32_bits() -> None:
         found = rounding.random_bits(6, first, 2**33 + 1, 2**63 + 5, 2, out)
         expected = definition.random_bits(6, first, 2**33 + 1, 2**63 + 5, 2)
         assert np.array_equal(found.numpy(), expected), first
+
+
+def test_a_momentum_of_16_bits_never_becomes_infinite() -> None:
+    param = nn.Parameter(torch.zeros(64))
+    optimizer = DistributedLion([param], betas=(0.9, 0.5), momentum_dtype=torch.float16)
+    for grad in (1e6, -1e6):
+        param.grad = torch.full((64,), grad)
+        optimizer.step()
+        assert bool((optimizer.state[param]["exp_avg"] == math.copysign(65504.0, grad)).all())
 
 
 @pytest.mark.parametrize(("dtype", "cut"), [(torch.bfloat16, 16), (torch.float16, 13)])
