@@ -406,6 +406,40 @@ def test_a_write_within_a_period_counts_as_a_move(rank: int, dtype: torch.dtype)
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(2)
+def test_a_local_step_ends_at_the_largest_number(rank: int, dtype: torch.dtype) -> None:
+    """Rounding a weight to the nearest number would make it infinite."""
+    largest = torch.finfo(dtype).max
+    param, optimizer = single(largest, dtype, lr=largest / 64, vote_every=4)
+    param.grad.neg_()
+    optimizer.step()
+    assert bool((param == largest).all())
+    param.grad.neg_()
+    optimizer.step()
+    assert bool((param < largest).all())
+
+
+@pytest.mark.parametrize(
+    ("value", "lr", "dtype"),
+    [
+        # Half a unit in the last place in float32, but not in float64: the step is a whole one.
+        (1 + 2**-23, math.nextafter(2**-24, 0.0), torch.float32),
+        # A compensation becomes the smallest number of its dtype, six times the rate, or zero.
+        (2**-14, 1e-8, torch.float16),
+    ],
+)
+@on_ranks(2)
+def test_rounding_is_not_taken_for_weights_that_were_replaced(
+    rank: int, value: float, lr: float, dtype: torch.dtype
+) -> None:
+    param, optimizer = single(value, dtype, lr=lr, vote_every=4)
+    optimizer.step()
+    optimizer.exchange_now()
+    assert optimizer.wire.exchanges == 1
+    assert is_equal_everywhere(param)
+
+
 @on_ranks(2)
 def test_what_is_written_between_periods_counts(rank: int) -> None:
     """Clamps, resets, loads, and prunes after an exchange, as with any optimizer."""
