@@ -441,6 +441,21 @@ def test_rounding_is_not_taken_for_weights_that_were_replaced(
 
 
 @on_ranks(2)
+def test_a_compensation_that_is_not_finite_is_forgotten_with_its_weights(rank: int) -> None:
+    param, optimizer = single(dtype=torch.bfloat16, vote_every=4, bits=8)
+    optimizer.step()
+    if rank == 1:
+        param.data.fill_(math.nan)
+    optimizer.step()
+    with warned() as texts:
+        optimizer.exchange_now()
+    assert ["were not finite on rank 1" in text for text in texts] == [True] * rank
+    assert is_equal_everywhere(param)
+    # Rank 0 went down by 0.02, and rank 1 counts as if it had stayed.
+    assert float(param.detach().float().mean()) == pytest.approx(0.99, abs=0.002)
+
+
+@on_ranks(2)
 def test_what_is_written_between_periods_counts(rank: int) -> None:
     """Clamps, resets, loads, and prunes after an exchange, as with any optimizer."""
     model, optimizer = plain(vote_every=3, check_replicas_every=1)
