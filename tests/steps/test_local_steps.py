@@ -9,8 +9,8 @@ from torch import nn
 from hf_dlion.optimizer import DistributedLion
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
-from tests.support.steps import copies, drawn, give_gradients
-from tests.support.training import everyones, is_equal_everywhere, same
+from tests.support.steps import copies, drawn, give_gradients, single
+from tests.support.training import everyones, filled, is_equal_everywhere, same
 
 
 @on_ranks(3)
@@ -56,18 +56,19 @@ def test_a_parameter_that_ranks_use_in_turns_trains(rank: int) -> None:
     assert float(turns.square().sum() / start[0].square().sum()) < 0.6
 
 
+@pytest.mark.parametrize("when", [0, 1, 2])
 @on_ranks(2)
-def test_a_parameter_decays_if_a_rank_had_a_gradient_in_the_period(rank: int) -> None:
-    """The gradient is zero, so nothing else moves the parameter, and later steps have none."""
-    used, unused, always = (nn.Parameter(torch.ones(64)) for _ in range(3))
-    optimizer = DistributedLion([used, unused, always], lr=0.5, weight_decay=0.5, vote_every=3)
-    always.grad = torch.ones(64)
-    used.grad = torch.zeros(64) if rank == 0 else None
-    for _ in range(3):
+def test_a_gradient_of_zeros_in_any_step_of_a_period_counts(rank: int, when: int) -> None:
+    """The parameter doesn't move, and decays, also if only rank 0 has the gradient, at the end."""
+    _, optimizer = single(vote_every=3, weight_decay=10.0)
+    other, without = filled(1.0), filled(1.0)
+    optimizer.add_param_group({"params": [("other", other), ("without", without)]})
+    without.grad = None
+    for step in range(3):
+        other.grad = torch.zeros_like(other) if step == when and rank == 0 else None
         optimizer.step()
-        used.grad = None
-    assert used.unique().tolist() == [0.75**3]
-    assert unused.unique().tolist() == [1.0]
+    torch.testing.assert_close(other.detach(), torch.full_like(other, 0.9**3))
+    assert bool((without == 1.0).all())
 
 
 @pytest.mark.parametrize(
