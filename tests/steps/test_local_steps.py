@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_dlion.optimizer import DistributedLion
@@ -54,6 +55,20 @@ def test_a_parameter_that_ranks_use_in_turns_trains(rank: int) -> None:
     assert same([rows[2:], idle], [start[1][2:], start[2]])
     assert all(map(is_equal_everywhere, (turns, rows)))
     assert float(turns.square().sum() / start[0].square().sum()) < 0.6
+
+
+@on_ranks(3)
+def test_some_of_the_ranks_may_take_local_steps(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    param, optimizer = single(vote_every=2, process_group=group)
+    param.grad *= (-1) ** rank
+    for _ in range(2):
+        assert bool((param == 1.0).all()) == (optimizer.steps == 0)
+        optimizer.step()
+    assert optimizer.wire.exchanges == 1
+    assert bool((param == 1.0).all())  # They moved in opposite directions.
 
 
 @pytest.mark.parametrize("when", [0, 1, 2])
