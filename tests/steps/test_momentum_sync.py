@@ -181,6 +181,7 @@ def test_an_averaged_momentum_keeps_most_of_its_divergence(rank: int) -> None:
         optimizer.step()
         found.append(optimizer.momentum_divergence()["w"])
     assert found[0] == found[51] != found[52] == found[103] != found[104]
+    assert found[52] < 0.5 * found[0]  # That of one gradient, which isn't kept.
     # Synchronized momenta differ little, but would differ again without synchronization.
     assert found[104] == pytest.approx(0.9 * found[52])
     assert gathered(found) == [found, found]
@@ -199,6 +200,32 @@ def test_local_steps_measure_again_after_at_least_50_steps(rank: int) -> None:
         optimizer.step()
         found.append(optimizer.momentum_divergence().get("w"))
     assert [step for step in range(1, 61) if found[step] != found[step - 1]] == [4, 56]
+
+
+@on_ranks(2)
+def test_momenta_of_zeros_do_not_differ(rank: int) -> None:
+    assert measure([torch.zeros(64), torch.full((64,), (-1.0) ** rank)], Topology()) == [0.0, 1.0]
+
+
+@on_ranks(2)
+def test_momenta_are_measured_in_each_exchange_if_periods_are_long(rank: int) -> None:
+    param, optimizer = single(vote_every=64, momentum_sync_every=1, momentum_sync="auto")
+    found = []
+    for number in range(3):
+        param.grad = drawn(param.shape, number, rank)
+        optimizer.step()
+        optimizer.exchange_now()
+        found.append(optimizer.momentum_divergence()["w"])
+    assert len(set(found)) == 3
+
+
+def test_the_default_budget_is_one_bit_per_parameter() -> None:
+    """In an eighth of the steps, 16 bits for half of the parameters."""
+    slots = [Slot.of(torch.empty(1024), 0) for _ in range(2)]
+    for slot, value in zip(slots, (0.5, 1.0), strict=True):
+        slot.largest_part, slot.state = slot.size, {"divergence": value}
+    options = Options(momentum_sync="auto", momentum_sync_every=8)
+    assert momentum_sync._most_divergent(slots, options, mock.Mock(world_size=2)) == slots[1:]
 
 
 @on_ranks(4)
@@ -283,6 +310,21 @@ def test_local_steps_average_momenta_of_full_precision_too(rank: int) -> None:
         for _ in range(2):
             optimizer.step()
         assert least <= float(optimizer.state[param]["exp_avg"].abs().max()) <= most
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_for_an_exchange_keeps_its_momentum(rank: int) -> None:
+    param, optimizer = single(vote_every=2, momentum_sync_every=1)
+    other = filled(1.0)
+    optimizer.add_param_group({"params": [("other", other)]})
+    for step in range(2):
+        param.requires_grad_(step == 0)
+        for p in (param, other):
+            p.grad = torch.full_like(p, (-1.0) ** rank) if p.requires_grad else None
+        optimizer.step()
+    momenta = [float(optimizer.state[p]["exp_avg"].mean()) for p in (param, other)]
+    # What 4 bits leave out of a momentum is at most a third of this one.
+    assert momenta == pytest.approx([0.02 * (-1) ** rank, 0.0], abs=6e-3)
 
 
 @on_ranks(3)
