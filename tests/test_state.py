@@ -230,6 +230,14 @@ def test_parameters_can_be_frozen_unfrozen_and_added(rank: int) -> None:
     assert [group["step"] for group in optimizer.param_groups] == [6, 6]
 
 
+def test_a_group_that_takes_the_place_of_the_first_one_keeps_the_count_of_steps() -> None:
+    _, optimizer = single()
+    optimizer.step()
+    optimizer.add_param_group({"params": [("new", filled(1.0))]})
+    optimizer.param_groups.pop(0)
+    assert optimizer.steps == 1
+
+
 @pytest.mark.parametrize("how", ["DDP", "compiled", "FSDP2", "added"])
 @on_ranks(2)
 def test_another_order_of_equal_parameters_is_found_by_the_names_of_the_model(

@@ -456,6 +456,17 @@ def test_a_compensation_that_is_not_finite_is_forgotten_with_its_weights(rank: i
 
 
 @on_ranks(2)
+def test_a_period_in_which_nothing_trains_ends_without_an_exchange(rank: int) -> None:
+    param, optimizer = single(vote_every=3)
+    for step in range(5):
+        param.requires_grad_(step < 3)
+        optimizer.step()
+    assert optimizer.local.steps == 2
+    optimizer.exchange_now()
+    assert (optimizer.local.steps, optimizer.local.exchanges) == (0, 1)
+
+
+@on_ranks(2)
 def test_what_is_written_between_periods_counts(rank: int) -> None:
     """Clamps, resets, loads, and prunes after an exchange, as with any optimizer."""
     model, optimizer = plain(vote_every=3, check_replicas_every=1)
@@ -620,7 +631,7 @@ def test_after_weights_were_replaced_detach_goes_on_from_the_last_exchange(rank:
     assert is_equal_everywhere(param)
     for _ in range(2):
         optimizer.step()
-    assert optimizer.wire.exchanges == 2
+    assert optimizer.wire.exchanges == optimizer.local.exchanges == 2
 
 
 @on_ranks(2)

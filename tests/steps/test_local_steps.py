@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_dlion.core.slot import Slot
 from hf_dlion.optimizer import DistributedLion
+from hf_dlion.steps.displacement import SCALES
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, give_gradients, single
@@ -69,6 +71,12 @@ def test_some_of_the_ranks_may_take_local_steps(rank: int) -> None:
         optimizer.step()
     assert optimizer.wire.exchanges == 1
     assert bool((param == 1.0).all())  # They moved in opposite directions.
+
+
+def test_a_mean_over_voters_is_rounded_once_and_leaves_out_those_that_abstain() -> None:
+    slot = Slot.of(torch.empty(64), 0)
+    SCALES[1].set_magnitudes([slot], [[1e16], [1.0], [0.0], [1.0]])
+    assert slot.magnitude == (1e16 + 2) / 3
 
 
 @pytest.mark.parametrize("when", [0, 1, 2])
