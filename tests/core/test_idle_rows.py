@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dlion.core.idle_rows import AGE, silence, survey, zero_rows
+from hf_dlion.core.idle_rows import AGE, silence, survey, update_age, zero_rows
 from hf_dlion.core.slot import Slot
 from hf_dlion.optimizer import DistributedLion
 from tests.support.gradients import KINDS
@@ -47,6 +47,19 @@ def test_a_survey_marks_rows_of_finite_gradients() -> None:
     slots[2].grad[3] = torch.inf
     assert not survey(slots)
     assert [slot.idle for slot in slots] == [None] * 5  # Nothing stays of the last survey.
+
+
+def test_large_gradients_whose_sum_overflows_are_finite() -> None:
+    slot = Slot.of(torch.empty(64), 0)
+    slot.grad = torch.full((64,), 3e38)
+    assert survey([slot])
+
+
+def test_ages_of_other_rows_are_forgotten() -> None:
+    """As of a parameter that was put into another memory format."""
+    state = {AGE: torch.full((3,), 5, dtype=torch.int32)}
+    update_age(state, torch.tensor([True]), 0.98)
+    assert state[AGE].tolist() == [1]
 
 
 @pytest.mark.parametrize(
