@@ -122,6 +122,10 @@ CASES: dict[str, tuple[tuple[int, torch.dtype], int, Change, str]] = {
         "3 Disagreement: ranks differ in lr, betas, or weight decay of a step since the last "
         "exchange, not in those of now. Give groups the same values",
     ),
+    "number of exchanges": (
+        LOCAL, 5, lambda _, optimizer: setattr(optimizer.local, "exchanges", 7),
+        "7 Disagreement: ranks differ, first in 'exchanges': rank 0: 1, rank 1: 7. Take the same",
+    ),
     "frozen before an exchange": (
         LOCAL, 3, freeze,
         r"3 Disagreement: .* first in 'frozen parameters': rank 0: \[\], rank 1: \['weight'\]",

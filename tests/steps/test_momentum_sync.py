@@ -261,6 +261,16 @@ def test_functions_that_select_different_momenta_are_refused(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_ranks_with_different_divergences_are_refused(rank: int) -> None:
+    """They would average different momenta."""
+    model, optimizer = plain(momentum_sync_every=1, momentum_sync="auto")
+    take_step(optimizer, model, batch(0, rank))
+    optimizer.state[model[0].weight]["divergence"] += rank
+    with pytest.raises(Disagreement, match="first in 'divergences of momenta'"):
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_torchs_default_dtype_changes_nothing(rank: int) -> None:
     options = {"momentum_sync_every": 1, "momentum_sync": "auto", "check_replicas_every": 1}
     pairs = [plain(**options) for _ in range(2)]
