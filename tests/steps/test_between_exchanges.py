@@ -619,6 +619,18 @@ def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_local_step_after_a_detach_begins_with_a_header() -> None:
+    _, optimizer = single(vote_every=3)
+    sends = []
+    for step in range(8):
+        if step == 6:
+            optimizer.detach()
+        optimizer.step()
+        sends.append(optimizer.wire.last_bytes_sent > 0)
+    assert sends == [True, False, True, False, False, True, True, False]
+
+
+@on_ranks(2)
 def test_after_weights_were_replaced_detach_goes_on_from_the_last_exchange(rank: int) -> None:
     param, optimizer = single(vote_every=2)
     for _ in range(3):
