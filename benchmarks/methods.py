@@ -6,7 +6,6 @@ torch, torchft, and pytorch-optimizer.
 
 from __future__ import annotations
 
-import ast
 import datetime
 import importlib.util
 import math
@@ -34,6 +33,7 @@ from hf_dlion.cli.plan.machine import POWER_RANK
 from hf_dlion.cli.plan.methods import power_numel
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import BETAS, Options
+from hf_dlion.trainer.optim_args import parse_optim_args
 
 # PowerSGD's warm start needs two plain steps before the first compressed one.
 POWER_START = 2
@@ -430,17 +430,9 @@ def method_of(name: str) -> Method:
         return method
     if method.options is None:
         raise ValueError(f"{name}: only methods with DistributedLion take options, not {key}")
-    options = dict(pair.partition("=")[::2] for pair in text.split(","))
-    both = method.options | {option: _value(value) for option, value in options.items()}
+    both = method.options | parse_optim_args(text)  # As in Trainer.
     try:
         Options(**both)  # Checks them before any rank starts.
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
     return _voting(f"{method.title}, {text.replace(',', ', ')}", method.about, **both)
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
