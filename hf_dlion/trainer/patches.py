@@ -140,22 +140,15 @@ def _train(
 @contextlib.contextmanager
 def _wrapped(trainer: Trainer) -> Iterator[None]:
     """Wraps methods of one object, also those that a subclass overrides without `super()`."""
-    wraps = [(trainer, _AROUND), (trainer.callback_handler, _AROUND_EVENTS)]
-    own = [
-        (owner, {k: vars(owner)[k] for k in arounds if k in vars(owner)})
-        for owner, arounds in wraps
-    ]
-    for owner, arounds in wraps:
-        for name, around in arounds.items():
-            setattr(owner, name, functools.partial(around, trainer, getattr(owner, name)))
-    try:
+    with contextlib.ExitStack() as unwrap:
+        for owner, arounds in (trainer, _AROUND), (trainer.callback_handler, _AROUND_EVENTS):
+            for name, around in arounds.items():
+                if name in vars(owner):  # Set by a user, for example.
+                    unwrap.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    unwrap.callback(delattr, owner, name)
+                setattr(owner, name, functools.partial(around, trainer, getattr(owner, name)))
         yield
-    finally:
-        for owner, arounds in wraps:
-            for name in arounds:
-                delattr(owner, name)
-        for owner, methods in own:
-            vars(owner).update(methods)
 
 
 def _uses_lion(trainer: Trainer) -> bool:
