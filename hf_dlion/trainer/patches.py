@@ -1,4 +1,4 @@
-"""Wrappers around methods of Trainer and TrainingArguments.
+"""Wrappers around methods of Trainer.
 
 `train` is wrapped in the class. While a Trainer trains, other methods are wrapped in the object,
 whether a subclass overrides them or not. The wrappers do nothing if the optimizer is not a
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
@@ -76,22 +76,14 @@ def install() -> None:
         internal(f"trainer:Trainer.{name}")
     for name in _AROUND_EVENTS:
         internal(f"trainer_callback:CallbackHandler.{name}")
-    _wrap(Trainer, "train", _train)
-    setattr(Trainer, _INSTALLED, True)
-
-
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
+    original = Trainer.train
 
     @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(self, functools.partial(original, self), *args, **kwargs)
+    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        return _train(self, functools.partial(original, self), *args, **kwargs)
 
-    setattr(owner, name, wrapper)
-
-
-def _optim_name(args: TrainingArguments) -> str:
-    return str(getattr(args.optim, "value", args.optim))
+    Trainer.train = train  # type: ignore[method-assign]
+    setattr(Trainer, _INSTALLED, True)
 
 
 def _train(
@@ -117,8 +109,9 @@ def _train(
             trainer.model_wrapped, model._is_accelerate_prepared = model, False
         resume_from_checkpoint = _agreed_checkpoint(trainer, resume_from_checkpoint)
     elif idle := only_ours(trainer.args.optim_args):
+        optim = getattr(trainer.args.optim, "value", trainer.args.optim)
         logger.warning_once(
-            f"optim={_optim_name(trainer.args)!r} ignores {', '.join(idle)} in "
+            f"optim={optim!r} ignores {', '.join(idle)} in "
             f"optim_args={trainer.args.optim_args!r}. To use DistributedLion, set "
             f"optim={OPTIM_NAME!r}"
         )
