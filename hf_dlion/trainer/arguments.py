@@ -12,10 +12,6 @@ import transformers
 
 from hf_dlion.trainer.optim_args import OPTIM_NAME, as_text, parse_optim_args
 
-# Method that checks TrainingArguments when they are made, and the mark of a class where it also
-# checks our options.
-_CHECK, _CHECKED = "__post_init__", "_hf_dlion_checked"
-
 
 def missing(what: str) -> RuntimeError:
     """Returns the error for a version of transformers that lacks `what`."""
@@ -41,10 +37,6 @@ def add_name() -> Any:
     Raises:
         RuntimeError: If this version of transformers has no such enum.
     """
-    arguments: Any = internal("training_args:TrainingArguments")
-    if not hasattr(arguments, _CHECKED):
-        _check_when_made(arguments)
-        setattr(arguments, _CHECKED, True)
     names: Any = internal("training_args:OptimizerNames")
     if OPTIM_NAME in names._value2member_map_:
         return names(OPTIM_NAME)
@@ -59,6 +51,7 @@ def add_name() -> Any:
         names._member_map_[key] = names._value2member_map_[OPTIM_NAME] = member
     except (AttributeError, TypeError) as error:
         raise missing("an OptimizerNames enum that can be added to") from error
+    _check_when_made(internal("training_args:TrainingArguments"))
     return member
 
 
@@ -79,11 +72,11 @@ def check_optim_args(args: Any) -> None:
 
 
 def _check_when_made(arguments: Any) -> None:
-    original = getattr(arguments, _CHECK)
+    original = arguments.__post_init__
 
     @functools.wraps(original)
     def check(args: Any) -> None:
         check_optim_args(args)
         original(args)
 
-    setattr(arguments, _CHECK, check)
+    arguments.__post_init__ = check
