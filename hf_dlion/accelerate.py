@@ -264,13 +264,6 @@ def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
 
 def _wrap(accelerator: Accelerator) -> None:
     """Wraps `save_state` and `load_state` of one accelerator."""
-    folders: list[str] = []
-
-    def note_folder(models: list[Any], input_dir: str) -> None:
-        # Too early to load momenta: Accelerate loads rank 0's state after this hook.
-        folders[:] = [str(input_dir)]
-
-    accelerator.register_load_state_pre_hook(note_folder)
     save, load = accelerator.save_state, accelerator.load_state
 
     @functools.wraps(save)
@@ -279,10 +272,8 @@ def _wrap(accelerator: Accelerator) -> None:
         return _save_state(accelerator, original, output_dir)
 
     @functools.wraps(load)
-    def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        folders[:] = [str(input_dir)]
-        original = functools.partial(load, input_dir, *args, **kwargs)
-        _load_state(accelerator, original, folders)
+    def load_state(*args: Any, **kwargs: Any) -> None:
+        _load_state(accelerator, functools.partial(load, *args, **kwargs))
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
     setattr(accelerator, _ATTACHED, True)
@@ -330,16 +321,18 @@ def _save_state(
     return folder
 
 
-def _load_state(accelerator: Accelerator, original: Callable[[], None], folders: list[str]) -> None:
+def _load_state(accelerator: Accelerator, original: Callable[[], None]) -> None:
     lions = _lions(accelerator)
     if not lions:  # free_memory() was called.
         original()
         return
-    rest = Report(Kind.LOAD)
-    with lions[0][1].peers.all_or_none(rest, can_meet=not shards_model(accelerator)):
+    # Momenta are loaded later, because Accelerate loads rank 0's after this hook.
+    rest, folders = Report(Kind.LOAD), [""]
+    note = accelerator.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
+    with note, lions[0][1].peers.all_or_none(rest, can_meet=not shards_model(accelerator)):
         original()
     states = [
-        load_for("Accelerate", lion, folders[0], failure=rest.failure, name=name)
+        load_for("Accelerate", lion, folders[-1], failure=rest.failure, name=name)
         for name, lion in lions
     ]
     if states[0] is not None and accelerator.scaler is not None:
