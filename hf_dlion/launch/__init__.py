@@ -80,12 +80,6 @@ def main() -> None:
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(argv) - 2]  # Before -m hf_dlion.launch.
     if not argv:
         _fail(f"no script given\n\n{__doc__}")
-    if argv[0] == "-m" and len(argv) < 2:
-        _fail(f"no module given after -m\n\n{__doc__}")
-    if argv[0] != "-m" and argv[0].startswith("-"):
-        _fail(f"{argv[0]} comes before the script: put options after its name\n\n{__doc__}")
-    if argv[0] != "-m" and not os.path.isfile(argv[0]):
-        _fail(f"{argv[0]}: no such script\n\n{__doc__}")
     run([sys.executable, *options, *argv])
 
 
