@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -20,9 +19,6 @@ from typing import NoReturn
 
 # Its sitecustomize.py is imported by every Python process whose PYTHONPATH begins with it.
 STARTUP = str(Path(__file__).resolve().parent / "startup")
-# Options of Python with which it ignores PYTHONPATH or sitecustomize.py, and those that take a
-# value or end the options.
-_ISOLATING, _WITH_VALUE, _LAST = "IES", "WX", "cm"
 
 
 def run(command: Sequence[str]) -> NoReturn:
@@ -34,15 +30,10 @@ def run(command: Sequence[str]) -> NoReturn:
         command: Program, and its arguments.
 
     Raises:
-        SystemExit: With a message, and code 127 if there is no such program, 126 if it can't be
-            run, or 2 if its Python would ignore `PYTHONPATH`.
+        SystemExit: With a message, and code 127 if there is no such program, or 126 if it can't be
+            run.
     """
     program = command[0]
-    if option := _isolating_option(command):
-        _fail(
-            f"{program} {option} ignores PYTHONPATH, through which optim='dlion' reaches the "
-            f"command: leave out {option}, or call hf_dlion.register() in the script"
-        )
     found = shutil.which(program)
     if found is None and os.sep not in program:
         # As in an environment that is activated, also for commands that this one starts.
@@ -81,26 +72,6 @@ def main() -> None:
     if not argv:
         _fail(f"no script given\n\n{__doc__}")
     run([sys.executable, *options, *argv])
-
-
-def _isolating_option(command: Sequence[str]) -> str:
-    """Returns the option with which a Python ignores the folder `startup`, or ""."""
-    if not re.fullmatch(r"python[\d.]*", os.path.basename(command[0])):
-        return ""
-    words = iter(command[1:])
-    for word in words:
-        if not re.fullmatch(r"-\w.*", word):
-            break
-        for index, letter in enumerate(word[1:], 2):
-            if letter in _ISOLATING:
-                return f"-{letter}"
-            if letter in _LAST:
-                return ""
-            if letter in _WITH_VALUE:
-                if index == len(word):
-                    next(words, None)
-                break
-    return ""
 
 
 def _become(program: str, command: Sequence[str]) -> NoReturn:

@@ -106,10 +106,6 @@ def test_the_exit_code_and_signals_are_those_of_the_command(tmp_path: Path) -> N
         ([*RUN, "--optim", "dlion"], 2, "unknown option --optim"),
         ([*RUN, "no-such-command"], 127, "no-such-command: command not found"),
         ([*RUN, __file__], 126, f"write hf-dlion run python {__file__}"),
-        ([*RUN, "python", "-I", "x.py"], 2, "python -I ignores PYTHONPATH"),
-        ([*RUN, "python3.11", "-W", "error", "-uS", "x.py"], 2, "python3.11 -S ignores PYTHON"),
-        ([*RUN, sys.executable, "-E", "-m", "x"], 2, "-E ignores PYTHONPATH"),
-        ([sys.executable, "-I", "-m", "hf_dlion.launch", __file__], 2, "-I ignores PYTHONPATH"),
         ([*LAUNCH], 2, "no script given"),
         ([*LAUNCH, "-m"], 2, "Argument expected for the -m option"),
         ([*LAUNCH, "--optim", "dlion"], 2, "unknown option --optim"),
@@ -129,13 +125,6 @@ def test_a_script_without_an_interpreter_is_refused_with_how_to_run_it(tmp_path:
     (script := tmp_path / "script.sh").write_text("echo hello\n")
     script.chmod(0o755)
     assert f"write hf-dlion run bash {script}" in output_of([*RUN, str(script)], 126).stderr
-
-
-def test_an_option_of_the_program_is_not_taken_for_one_of_python() -> None:
-    program = "import sys; print(sys.argv)  # -IES"
-    for words in (["-c", program], [f"-c{program}"]):
-        done = output_of([*RUN, sys.executable, *words, "-I"])
-        assert done.stdout == "['-c', '-I']\n"
 
 
 # In which processes the name is valid
