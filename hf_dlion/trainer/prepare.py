@@ -26,7 +26,6 @@ def refuse(trainer: Trainer) -> None:
     """
     args, model = trainer.args, trainer.model
     ways = {
-        "DeepSpeed": trainer.is_deepspeed_enabled,
         "tensor parallelism": (getattr(model, "tp_size", None) or 1) > 1,
         "a model that is sharded while it is loaded": getattr(
             trainer, "is_distributed_loading_by_transformers", False

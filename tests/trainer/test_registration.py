@@ -276,7 +276,6 @@ def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "words"),
     [
-        (lambda trainer: trainer, "is_deepspeed_enabled", True, "DeepSpeed"),
         (lambda trainer: trainer, "is_fsdp_enabled", True, "FSDP"),
         (lambda trainer: trainer.args, "fsdp", "full_shard", "FSDP"),
         (lambda trainer: trainer, "is_distributed_loading_by_transformers", True, "sharded while"),
