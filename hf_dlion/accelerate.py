@@ -95,7 +95,12 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
             "accelerator.prepare(model, optimizer)"
         )
     if accelerator.num_processes == 1:
-        _warn_alone()
+        warnings.warn(
+            "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. "
+            "Start several processes with torchrun or accelerate launch --multi_gpu (without GPUs, "
+            "also set ACCELERATE_USE_CPU=true)",
+            stacklevel=2,
+        )
         for lion in lions:
             lion.params.name_as(model)
     else:
@@ -241,16 +246,6 @@ def _refuse_other_optimizers(accelerator: Accelerator) -> None:
         return original(optimizer, *args, **kwargs)
 
     accelerator.prepare_optimizer = prepare_optimizer
-
-
-@functools.cache
-def _warn_alone() -> None:
-    warnings.warn(
-        "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. Start "
-        "several processes with torchrun or accelerate launch --multi_gpu (without GPUs, also set "
-        "ACCELERATE_USE_CPU=true)",
-        stacklevel=3,
-    )
 
 
 def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelerate
-import hf_dlion.accelerate
 from accelerate import Accelerator
 from hf_dlion import DistributedLion
 from hf_dlion.accelerate import attach, parallelism_config
@@ -182,7 +181,6 @@ def test_a_loaded_state_equals_that_of_each_rank(rank: int, tmp_path: Path, ever
 
 
 def test_a_process_alone_warns_and_takes_the_models_names() -> None:
-    hf_dlion.accelerate._warn_alone.cache_clear()
     with pytest.warns(UserWarning, match="this process trains alone"):
         loop = Loop(full_precision="0.*")
     loop.train(1)  # Without names, it would raise.
