@@ -15,7 +15,6 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _ATTACHED = "_hf_dlion_attached"
-# Undocumented attributes of an Accelerator that are used here.
-_INTERNALS = ("_optimizers", "project_configuration", "scaler")
 # Names of the accelerate.DistributedTypes with which a rank has no gradient of its own.
 _UNSUPPORTED = {
     "FSDP": "FSDP",
@@ -70,17 +67,9 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
             FSDP1, tensor parallelism, or FSDP2 without `parallelism_config`.
         ValueError: If the accelerator has no DistributedLion with parameters of the model.
         TypeError: If the model is not the wrapper that `prepare` returned.
-        RuntimeError: If there are more ranks than the accelerator knows of, or this version of
-            Accelerate lacks an attribute that is used here.
+        RuntimeError: If there are more ranks than the accelerator knows of.
     """
     refuse_unsupported(accelerator)
-    for name in _INTERNALS:
-        if not hasattr(accelerator, name):
-            raise RuntimeError(
-                f"hf_dlion needs Accelerator().{name}, which accelerate {version('accelerate')} "
-                f"doesn't have. Use another version, or a loop without Accelerate, with "
-                f"optimizer.attach(ddp_model) and hf_dlion.save_momentum"
-            )
     fsdp.reshard([model])  # As in `DistributedLion.attach`.
     params = set(model.parameters())
     lions = [
