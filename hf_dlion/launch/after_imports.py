@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 
 from hf_dlion.launch.network import name_interface
 
@@ -16,26 +15,10 @@ def set_interface() -> None:
 
 
 def accept_name() -> None:
-    """Makes "dlion" a valid `optim`; an error about `optim_args` has no traceback then.
-
-    Every rank prints its line, because a launcher ends all ranks as soon as one has ended.
-    """
+    """Makes "dlion" a valid `optim`."""
     from hf_dlion.trainer.arguments import add_name
 
     add_name()
-    original = sys.excepthook
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        # The user's options are wrong, so the script's traceback wouldn't help.
-        is_option = isinstance(error, (TypeError, ValueError, NotImplementedError))
-        if is_option and str(error).startswith("optim_args"):
-            print(f"hf-dlion: {error}", file=sys.stderr)
-        else:
-            original(kind, error, traceback)
-
-    sys.excepthook = excepthook
 
 
 def register() -> None:

@@ -301,20 +301,13 @@ def test_trls_command_trains_with_votes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_a_bad_option_ends_every_rank_with_one_line(script: Path) -> None:
+def test_a_bad_option_is_refused_when_arguments_are_parsed(script: Path) -> None:
     words = ["-m", "hf_dlion.launch", str(script), *arguments(script, "agregation=average")]
     done = run_script(2, words, timeout=60, check=False)
     assert done.returncode != 0
-    # torchrun may have ended one of the ranks before it could print.
-    assert 1 <= len(re.findall(r"hf-dlion: optim_args.*aggregation", done.stderr)) <= 2
-    assert "parse_args_into_dataclasses" not in done.stderr
+    assert re.search(r"ValueError: optim_args.*aggregation", done.stderr)
+    assert "parse_args_into_dataclasses" in done.stderr
     assert not list(script.parent.glob("result_*"))
-
-
-def test_another_error_keeps_its_traceback() -> None:
-    program = "import transformers.training_args\nraise ValueError('about something else')"
-    done = output_of([*RUN, sys.executable, "-c", program], code=1)
-    assert "Traceback" in done.stderr
 
 
 def test_a_transformers_without_the_table_of_optimizers_is_named(tmp_path: Path) -> None:
