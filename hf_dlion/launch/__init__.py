@@ -35,18 +35,16 @@ def run(command: Sequence[str]) -> NoReturn:
     """
     program = command[0]
     found = shutil.which(program)
-    if found is None and os.sep not in program:
+    if found is None:
         # As in an environment that is activated, also for commands that this one starts.
         scripts = os.path.dirname(sys.executable)
         if found := shutil.which(program, path=scripts):
             os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
-    if found is None:
-        hint = ""
-        if program.endswith(".py") and os.path.isfile(program):
-            hint = f". To run a script, write hf-dlion run python {program}"
         elif not os.path.exists(program):
             _fail(f"{program}: command not found", 127)
-        _fail(f"{program} isn't executable{hint}", 126)
+        else:
+            py = f". To run a script, write hf-dlion run python {program}"
+            _fail(f"{program} isn't executable{py if program.endswith('.py') else ''}", 126)
     add_startup(os.environ)
     _become(found, command)
 
