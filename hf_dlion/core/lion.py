@@ -84,7 +84,7 @@ def _local_step(piece: Piece, context: StepContext) -> None:
     piece.write(Field.MOVING, y.add_(sign, alpha=-lr), None, without_infs=True)
     left = y.sub_(piece.read(Field.MOVING, context.scratch))
     random = partial(context.random, COMPENSATIONS + context.voter)
-    piece.write(Field.COMPENSATION, left, random, without_infs=True)
+    piece.write(Field.COMPENSATION, left, random)
 
 
 def move_from_anchor(piece: Piece, mean: Tensor, context: StepContext) -> None:
