@@ -268,8 +268,7 @@ class Params:
 
 def _check_memory(slots: Sequence[Slot]) -> None:
     """Refuses two parameters in the same memory, of which a step may lose one's move."""
-    parts = [(slot.part, slot.name) for slot in slots if slot.size]
-    places = sorted((part.data_ptr(), part.nbytes, name) for part, name in parts)
+    places = sorted((slot.part.data_ptr(), slot.part.nbytes, slot.name) for slot in slots)
     for (start, size, name), (other, _, other_name) in pairwise(places):
         if other < start + size:
             raise ValueError(
