@@ -73,7 +73,6 @@ class WrapperState:
     def set_owners(self, owners: list[Owner]) -> None:
         """Replaces the owners."""
         self._owners = [weakref.ref(owner) for owner in owners]
-        self.buckets_checked = False
         self.set_synchronization()
 
     def remove(self, owner: Owner) -> None:
