@@ -580,8 +580,6 @@ class DistributedLion(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        if loading.is_own and not self.steps:  # Accelerate's `prepare`, before the first step.
-            return
         # Also if this rank loaded its own state, which it may have sent to the others.
         self.params.forget_layout()
         if self.local is not None and not (loading.is_own and self.local.states):
