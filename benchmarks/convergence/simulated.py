@@ -243,7 +243,7 @@ class SimulatedLocalSteps(SimulatedLion):
                     slot.momentum = momentum
             read, apply = momentum_sync.read_momentum, momentum_sync.apply_mean
             self._average(momentum_sync.SCALE, read, apply, number)
-        # A header, and a checksum of the anchors.
+        # A header, and a hash of the anchors.
         self.bytes_sent += (HEADER_BYTES + 8) * (ranks - 1)
 
     def _average(

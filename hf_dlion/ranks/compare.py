@@ -132,15 +132,6 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     return numbers([_hash(tensor.detach()) for tensor in tensors])
 
 
-def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns a 64-bit checksum of every tensor's elements, as int64: faster than a hash.
-
-    The words of `fingerprints` are added in 2**15 columns, modulo 2**32, and the sums are hashed. A
-    change inside one word is always found; changes in one column that cancel out are missed.
-    """
-    return numbers([_checksum(tensor.detach()) for tensor in tensors])
-
-
 def _hash(tensor: Tensor) -> Tensor:
     """Returns a tensor's hash, int64 and 0-D, on the tensor's device."""
     # Not view(-1): a single element passes for contiguous with any stride, and keeps it.
@@ -159,14 +150,6 @@ def _hash(tensor: Tensor) -> Tensor:
     # A power of two, so few tables are created.
     row_weights = _weights(1 << rows.numel().bit_length(), _ROWS, flat.device)
     return (rows * row_weights[: rows.numel()]).sum()
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    words = _words(tensor.contiguous().as_strided((tensor.numel(),), (1,)))
-    in_rows = words.numel() - words.numel() % ROW_WORDS
-    sums = words[:in_rows].view(-1, ROW_WORDS).sum(dim=0, dtype=torch.int32)
-    sums[: words.numel() - in_rows] += words[in_rows:]
-    return (sums * _weights(ROW_WORDS, _ELEMENTS, sums.device)).sum()
 
 
 def _words(part: Tensor) -> Tensor:

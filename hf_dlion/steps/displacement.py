@@ -20,7 +20,7 @@ from hf_dlion.core.lion import move_from_anchor
 from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
-from hf_dlion.ranks.compare import checksums, compare_parameters, fingerprints
+from hf_dlion.ranks.compare import compare_parameters, fingerprints
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.routes import in_lockstep
 from hf_dlion.ranks.stats import SAMPLE, WireStats
@@ -57,7 +57,7 @@ def average_displacements(
         gradient_counts: How many ranks had a finite gradient of each parameter in the period.
         context: The context, whose step is the number of this exchange.
         ranks: The ranks. Bytes for P trainable parameters: 8 (N - 1) (P + 1) for amounts and a
-            checksum, 8 (N - 1) more with nodes, those of `ranks.routes`, and of
+            hash, 8 (N - 1) more with nodes, those of `ranks.routes`, and of
             `means.set_means`.
 
     Raises:
@@ -94,7 +94,7 @@ def _amounts_by_voter(
     amounts, warnings = _amounts(layout, scale, context)
     anchors = [(slot.name, slot.local.anchor) for slot in layout.slots if slot.local is not None]
     words = torch.tensor(amounts, dtype=torch.float64, device="cpu").view(torch.int64).tolist()
-    words.append(digest(checksums([anchor for _, anchor in anchors])))
+    words.append(digest(fingerprints([anchor for _, anchor in anchors])))
     if ranks.node is not None:
         tensors = [tensor for slot in layout.slots for tensor in (slot.p, slot.compensation)]
         words.append(digest(fingerprints([t for t in tensors if t is not None])))

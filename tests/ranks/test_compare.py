@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.ranks.compare import ROW_WORDS, checksums, compare_parameters, fingerprints
+from hf_dlion.ranks.compare import ROW_WORDS, compare_parameters, fingerprints
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire, digest
@@ -132,15 +132,3 @@ def test_digests_of_plain_values_differ_and_fit_64_bits() -> None:
     assert len(set(found)) == len(values)
     assert all(-(2**63) <= value < 2**63 for value in found)
     assert digest(("a", 1)) == digest(["a", 1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_checksum_shows_a_change_of_any_element(dtype: torch.dtype) -> None:
-    tensor = torch.randn(3, 50_001).to(dtype)
-    (before,) = checksums([tensor])
-    assert checksums([tensor.clone(), tensor.t().contiguous().t()]) == [before] * 2
-    for place in (0, 32_768, 150_002):
-        changed = tensor.clone()
-        changed.view(-1)[place] += 1
-        assert checksums([changed]) != [before]
-    assert checksums([tensor[:0]]) == [0]
