@@ -80,7 +80,7 @@ def test_a_step_after_a_load_without_load_momentum_compares_momenta(rank: int) -
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
-def test_an_exchange_sends_amounts_a_checksum_and_displacements(rank: int, ranks: int) -> None:
+def test_an_exchange_sends_amounts_a_hash_and_displacements(rank: int, ranks: int) -> None:
     """Its 4 bits per weight are summed over ranks, so a sum of 15 per rank comes back."""
     optimizer, others = an_optimizer(vote_every=3), ranks - 1
     sent = list(sent_in(optimizer, 7, rank))
