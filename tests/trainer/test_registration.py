@@ -262,15 +262,17 @@ def test_the_default_learning_rate_warns_with_where_to_start(
 
 
 def test_true_resumes_from_the_newest_checkpoint_that_a_save_completed(tmp_path: Path) -> None:
-    args = tiny_args(tmp_path, save_every=2)
+    args = tiny_args(tmp_path, max_steps=15, save_every=5)
     uninterrupted = tiny_trainer(args)
     with pytest.raises(ValueError, match="no complete checkpoint"):
         uninterrupted.train(resume_from_checkpoint=True)
     uninterrupted.train()
-    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    resumed = trained(args, resume=True)
+    (tmp_path / "checkpoint-15" / "trainer_state.json").unlink()
+    taken: list[int] = []
+    counts = [At(step, lambda step=step, **_: taken.append(step)) for step in (10, 11, 15)]
+    resumed = trained(args, resume=True, callbacks=counts)
     assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
-    assert resumed.optimizer.optimizer.steps == 4
+    assert taken == [11, 15]
 
 
 @pytest.mark.parametrize(
