@@ -38,6 +38,8 @@ def test_the_interface_of_each_of_this_machines_addresses_is_found() -> None:
         for entry in entries:
             if entry.family == socket.AF_INET:
                 assert route_to(entry.address) == Route(name, entry.address)
+            elif entry.family == socket.AF_INET6:  # Several interfaces may have the same one.
+                assert route_to(entry.address).address == entry.address.partition("%")[0]
     with pytest.raises(OSError, match=r"(?i)name|resolution"):
         route_to("no-such-host.invalid")
 
@@ -52,8 +54,9 @@ LOOPBACK = {"10.0.0.1": Route("lo", "127.0.1.1"), ANYWHERE: Route("wlan0", "192.
     [
         ({}, ETH1, f"set {BOTH}==eth1, which leads to 10.0.0.1", ["eth1", "=eth1"]),
         ({"GLOO_SOCKET_IFNAME": "ib0"}, ETH1, "set NCCL_SOCKET_IFNAME==eth1, ", ["ib0", "=eth1"]),
-        # One node, no route, and a node that resolves its own name to a loopback address.
+        # One node, no address of rank 0, no route, and a node whose own name is a loopback address.
         ({"LOCAL_WORLD_SIZE": "4"}, ETH1, "", [None, None]),
+        ({"MASTER_ADDR": ""}, LOOPBACK, "", [None, None]),
         ({"MASTER_ADDR": "nowhere"}, ETH1, "", [None, None]),
         (
             {},
