@@ -65,6 +65,8 @@ def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     now[0] = 2150.0  # The host has waited for the gradients of the next step.
     stats.lap("", gpu)
     stats.lap("apply_s", cpu)  # Of a model on two devices.
+    now[0] = 2250.0
+    stats.lap("", cpu)
     found = stats.encode_s, stats.exchange_s, stats.apply_s
     assert found == pytest.approx((0.02, 1.97, 0.1))
 
