@@ -284,7 +284,9 @@ def test_momenta_are_saved_with_every_kind_of_checkpoint(
     args = tiny_args(tmp_path, **changes)
     trainer = tiny_trainer(args, callbacks=callbacks, eval_dataset=tiny_data(4))
     act_at_once(trainer)
-    trainer.train()
+    # Just in time, all ranks remove one file, and here each finds that another was faster.
+    with mock.patch("os.remove", side_effect=FileNotFoundError):
+        trainer.train()
     assert agree(weights_digest(trainer.model))
     assert trainer.state.global_step == end
     kept = saves or [int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")]
