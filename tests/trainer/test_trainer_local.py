@@ -174,7 +174,7 @@ def test_a_clamp_after_every_step_holds_for_what_is_evaluated_and_saved(
     if strategy == "epoch":
         changes = {"eval_strategy": "epoch", "save_strategy": "epoch"}
     args = tiny_args(
-        tmp_path, max_steps=12, optim_args="vote_every=5", learning_rate=0.03, **changes
+        tmp_path, max_steps=12, optim_args="vote_every=32", learning_rate=0.03, **changes
     )
     trained(args, eval_dataset=tiny_data(8), callbacks=[Clamps()])
     folders = [*tmp_path.glob("checkpoint-*")]
@@ -321,6 +321,29 @@ def test_streams_of_different_lengths_are_read_again(rank: int, tmp_path: Path) 
     assert stream.epochs == (3, 2)[rank]
     assert trainer.state.global_step == 20
     assert agree(weights_digest(trainer.model))
+
+
+class Short(Stream):
+    """Has fewer sequences than its length says, so no step is planned to be the last."""
+
+    def __len__(self) -> int:
+        return self.length + 8
+
+
+@on_ranks(2)
+def test_a_training_whose_data_end_in_a_period_has_all_steps_or_the_best_model(
+    tmp_path: Path,
+) -> None:
+    watch = Watch()
+    changes = {**DISPATCHED, "optim_args": "vote_every=4", "lr_scheduler_type": "constant"}
+    planned = trained(tiny_args(tmp_path, max_steps=6, **changes), train_dataset=Stream())
+    changes |= {"max_steps": -1, "num_train_epochs": 1}
+    short = trained(tiny_args(tmp_path, **changes), train_dataset=Short())
+    assert short.state.global_step == 6
+    assert agree(*(weights_digest(trainer.model) for trainer in (planned, short)))
+    args = tiny_args(tmp_path, eval_every=5, save_every=5, load_best_model_at_end=True, **changes)
+    best = trained(args, train_dataset=Short(), eval_dataset=tiny_data(8), callbacks=[watch])
+    assert weights_digest(best.model) == watch.evaluated[5] != watch.own[6]
 
 
 class Failing(TrainerCallback):
