@@ -163,12 +163,12 @@ def test_an_evaluation_before_training_makes_no_difference(
 
 
 class OutOfMemoryOnce(Trainer):
-    """Fails in its second step as a GPU does that is too small for the batch."""
+    """Fails in its fourth step as a GPU does that is too small for the batch."""
 
     failed = False
 
     def training_step(self, *args, **kwargs):
-        if not self.failed and self.state.global_step == 1:
+        if not self.failed and self.state.global_step == 3:
             self.failed = True
             raise RuntimeError("CUDA out of memory. Tried to allocate 8 GiB")
         return super().training_step(*args, **kwargs)
@@ -186,16 +186,19 @@ class OwnOptimizer(OutOfMemoryOnce):
 
 @pytest.mark.parametrize(
     ("optim_args", "cls", "exchanges"),
-    [(None, OutOfMemoryOnce, 5), ("vote_every=2", OutOfMemoryOnce, 2), (None, OwnOptimizer, 2)],
+    [(None, OutOfMemoryOnce, 7), ("vote_every=2", OutOfMemoryOnce, 3), (None, OwnOptimizer, 3)],
 )
 @on_ranks(2)
 def test_a_smaller_batch_after_out_of_memory_continues_with_a_new_wrapper(
     tmp_path: Path, optim_args: str | None, cls: type[Trainer], exchanges: int
 ) -> None:
     trainer = trained(tiny_args(tmp_path, auto_find_batch_size=True, optim_args=optim_args), cls)
-    digest, _, wire = outcome(trainer)
+    digest, entries, wire = outcome(trainer)
     assert agree(digest)
     assert wire.exchanges == exchanges
+    # The log of the new steps has no bytes before their first exchange.
+    has_bytes = ["dlion/wire_mb_per_step" in entry for entry in entries]
+    assert has_bytes == [exchanges == 7, True, True, True]
     assert trainer._train_batch_size < 4
 
 
