@@ -243,6 +243,7 @@ def test_automatic_names_and_limits_work_and_survive_failures(rank: int, tmp_pat
 @on_ranks(2)
 def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> None:
     loop = Loop()
+    assert "ValueError: Tried to find" in error_of(loop.accelerator.load_state, "/nonexistent")
     loop.train(2)
     loop.accelerator.save_state(tmp_path)
     kept = loop.momenta()

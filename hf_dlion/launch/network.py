@@ -51,7 +51,7 @@ def route_to(host: str) -> Route:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
-                local = probe.getsockname()[0].partition("%")[0]
+                local = probe.getsockname()[0]
         except OSError as error:
             failure = error
             continue

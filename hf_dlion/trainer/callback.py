@@ -92,7 +92,6 @@ class DistributedLionCallback(TrainerCallback):
         callbacks = trainer.callback_handler.callbacks
         managers = [getattr(callback, "jit_manager", None) for callback in callbacks]
         self._jit_managers = [manager for manager in managers if manager is not None]
-        self._save_requested = False
         for manager in self._jit_managers:
             manager._enable_checkpoint = self._request_save
 

@@ -380,8 +380,8 @@ def _look(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     if (lion := find_optimizer(trainer.optimizer)) is not None:
-        lion.exchange_now()  # If there is no file to load, this model stays.
-        lion.detach()  # Otherwise the optimizer would later overwrite the loaded weights.
+        # If there is no file to load, this model stays; and what is loaded isn't this period's.
+        lion.exchange_now()
     original()
 
 
