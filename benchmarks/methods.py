@@ -430,7 +430,7 @@ def method_of(name: str) -> Method:
         return method
     if method.options is None:
         raise ValueError(f"{name}: only methods with DistributedLion take options, not {key}")
-    both = method.options | parse_optim_args(text)  # As in Trainer.
+    both = method.options | parse_optim_args(text, method.options)  # As in Trainer.
     try:
         Options(**both)  # Checks them before any rank starts.
     except TypeError as error:

@@ -27,8 +27,8 @@ _WITHOUT_VOTES: dict[str, Make] = {
     },
 }
 # Options of DistributedLion that the classes follow.
-_OF_VOTES = {"bits", "aggregation", "ties", "level_scale", "momentum_sync_every"}
-_OF_LOCAL_STEPS = {"vote_every", "bits", "momentum_sync_every"}
+_OF_VOTES = {"bits", "aggregation", "ties", "level_scale", "momentum_sync_every", "momentum_dtype"}
+_OF_LOCAL_STEPS = {"vote_every", "bits", "momentum_sync_every", "momentum_dtype"}
 # Methods of step_time.py whose ranks don't train a common model, or that need several nodes.
 NOT_TRAINED = ("none", "alone", "adamw-alone", "ddp-lion", "node")
 

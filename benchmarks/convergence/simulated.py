@@ -104,7 +104,8 @@ class SimulatedLion(Workers):
         self.optimizer = distributed_lion(self.model, setting, **options)
         self.taken = 0
         self._sizes = [param.numel() for param in self.params]
-        self.momenta = [torch.zeros(sum(self._sizes)) for _ in self.numbers]
+        dtype = self.optimizer.options.momentum_dtype
+        self.momenta = [torch.zeros(sum(self._sizes), dtype=dtype) for _ in self.numbers]
         self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.numbers]
         self._scratch = Scratch()
 

@@ -80,6 +80,8 @@ def test_the_simulation_is_real_ranks_bit_for_bit(pools: RankPools, workers: int
         "majority:vote_every=15": {},
         "bits4:level_scale=tensor": {},
         "majority:bits=2,momentum_sync_every=8": {"bf16": True},
+        "majority:momentum_dtype=bfloat16,momentum_sync_every=8": {},
+        "majority:vote_every=15,momentum_dtype=bfloat16,momentum_sync_every=1": {},
     }
     settings = [
         TINY.replace(method=name, workers=workers, steps=30, **changed)
@@ -260,6 +262,7 @@ def test_a_method_is_a_name_with_options_that_exist(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"unknown method 'magic'; use one of none, .*, demo"):
         method_of("magic")
     assert method_of("bits4:vote_every=8").every == 8
+    assert method_of("bits4:level_scale=tensor").options == {"bits": 4, "level_scale": "tensor"}
     assert method_of("majority:momentum_dtype=bf16").options == {"momentum_dtype": torch.bfloat16}
     assert [method_of(name).every for name in ("every32", "localsgd160", "adamw")] == [32, 160, 1]
     with pytest.raises(ValueError, match="aggregation='average' is the mean of votes of one bit"):
