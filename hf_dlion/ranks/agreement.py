@@ -161,9 +161,8 @@ class Meetings:
         self._number = 0  # among the optimizers that have met; 0 before the first meeting
         # Hash of the signatures at which the parameters were compared.
         self._compared_signatures: int | None = None
-        # Signatures and presence of the last meeting with their hashes, which mostly stay the same.
+        # Signatures of the last meeting with their hash, which mostly stay the same.
         self._signatures: tuple[Sequence[Signature], int] = ([], digest([]))
-        self._present: tuple[list[bool], int] = ([], digest(pack_bools([])))
 
     def compare_again(self) -> None:
         """Makes the next meeting compare parameters; all ranks must call this before it."""
@@ -213,7 +212,7 @@ class Meetings:
             self._raise_values(values)
         if len(set(signature_hashes)) > 1:
             self._raise_signatures(signatures)
-        present = self._presence(presence)
+        present = self._presence(report.present, presence)
         # Until there is a gradient, weights may still be loaded.
         is_early = report.kind is Kind.STEP and not any(map(any, present))
         if is_new := signature_hashes[0] != self._compared_signatures and not is_early:
@@ -222,12 +221,10 @@ class Meetings:
         return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
 
     def _hashes(self, report: Report, values: Values, signatures: Sequence[Signature]) -> list[int]:
-        """Returns hashes of values, signatures, presence, of which the last two rarely change."""
+        """Returns hashes of values, signatures, and presence."""
         if signatures is not self._signatures[0] and signatures != self._signatures[0]:
             self._signatures = signatures, digest(_texts(signatures))
-        if report.present != self._present[0]:
-            self._present = list(report.present), digest(pack_bools(report.present))
-        return [digest(values), self._signatures[1], self._present[1]]
+        return [digest(values), self._signatures[1], digest(pack_bools(report.present))]
 
     def _raise_values(self, values: Values) -> None:
         tables = self._wire.gather_objects(values)
@@ -263,9 +260,8 @@ class Meetings:
             self._number = _met[self._wire.group] = _met.get(self._wire.group, 0) + 1
         self._compared_signatures = signatures
 
-    def _presence(self, hashes: Sequence[int]) -> list[list[bool]]:
+    def _presence(self, present: list[bool], hashes: Sequence[int]) -> list[list[bool]]:
         """Returns which trainable parameters have a gradient, by rank."""
-        present = self._present[0]
         if len(set(hashes)) == 1:
             return [present] * len(hashes)
         return gather_bools(self._wire, present, "which parameters have a gradient")
