@@ -61,14 +61,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "04e1da8c 4d459bc4 4381db1b b4746c2d",
-    "bfloat16": "01664423 1e7f658d 3cbc007c e8117d1c",
-    "mixed dtypes": "c5b9d244 4deae080 fb08ce79 86a65d3b",
-    "4 bits": "e0837a4f 4d459bc4 b8d707ac d72cce07",
-    "nodes": "0c2c1334 818f27a5 45386013 9598316d",
-    "local steps": "54cfa25f 9325e771 01b4eef0 5113c1b0",
-    "full precision": "45616cd9 acac28b0 ea768bf7 950f6925",
-    "FSDP2": "3d417d3c 3f7bc19c c4aadca6 4e643600",
+    "float32": "04e1da8c 4d459bc4 4381db1b e0423c89",
+    "bfloat16": "01664423 1e7f658d 3cbc007c 3cae2732",
+    "mixed dtypes": "c5b9d244 4deae080 fb08ce79 635f2cbe",
+    "4 bits": "e0837a4f 4d459bc4 b8d707ac 89f90918",
+    "nodes": "0c2c1334 818f27a5 45386013 4f412922",
+    "local steps": "54cfa25f 9325e771 01b4eef0 42cea604",
+    "full precision": "45616cd9 acac28b0 ea768bf7 4151d41a",
+    "FSDP2": "3d417d3c 3f7bc19c c4aadca6 7e382302",
 }
 
 

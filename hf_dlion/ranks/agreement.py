@@ -120,7 +120,7 @@ class Agreed:
         of_finite = [present for finite, present in ranks if finite]
         return [sum(have_gradient) for have_gradient in zip(*of_finite, strict=True)]
 
-    @property
+    @functools.cached_property
     def votes(self) -> list[bool]:
         """Whether each rank votes: its gradients are finite, and it has one, unless none has."""
         has_some = [any(has_gradient) for has_gradient in self.present]
