@@ -12,6 +12,12 @@ meetings, in which a failure on one rank is raised on all:
       ...                             rank 0 writes trainer_state.json and
                                       deletes older checkpoints                     meeting
 
+A load of `resume_from_checkpoint` has these, and momenta come last:
+
+    _load_from_checkpoint             every rank reads the weights
+    _load_optimizer_and_scheduler     every rank reads the common state
+    _load_scaler                      every rank reads the scaler and its momentum  meetings
+
 With FSDP2, ranks wait for one another's shards and can't meet, so only a failure to write momenta
 is raised on all of them.
 
