@@ -37,7 +37,7 @@ def report(**changes: Any) -> tuple[Report, int, Any, Any, Any]:
         "step": 0,
         "values": OPTIONS,
         "signatures": LAYOUT,
-        "present": (True, True),
+        "present": [True, True],
         "parameters": lambda: VALUES,
     }
     given = usual | changes
@@ -138,7 +138,7 @@ DIFFERENCES = {
         "(1,) None cpu'. Pass the parameters in the same order on every rank, not as a set",
     ),
     "number of parameters": (
-        {"signatures": LAYOUT[:1], "present": (True,)},
+        {"signatures": LAYOUT[:1], "present": [True]},
         "first in 'parameter 1': {others}: 'bias (4,) torch.float32 (1,) None cpu', rank 1: "
         "'missing'. Freeze and unfreeze the same parameters on every rank, ",
     ),
@@ -173,7 +173,7 @@ def test_a_difference_is_one_error_on_all_ranks(
 @on_ranks(2)
 def test_a_new_layout_compares_values_again(rank: int) -> None:
     meetings = Meetings(wire_of())
-    meetings.agree(*report(signatures=LAYOUT[:1], present=(True,)))
+    meetings.agree(*report(signatures=LAYOUT[:1], present=[True]))
     changed = [("weight", torch.tensor(1.0)), ("bias", torch.tensor(2.0 + rank))]
     with pytest.raises(Disagreement, match=r"first in 'bias': rank 1 from rank 0 \(no majority\)"):
         meetings.agree(*report(step=1, parameters=lambda: changed))
