@@ -85,8 +85,8 @@ def test_only_peers_tell_failures_to_other_ranks():
 
 def test_no_module_writes_private_attributes_of_other_objects():
     # Those of Trainer's models, callbacks, enums, and arguments, which have no public ones.
-    theirs = {"_is_accelerate_prepared", "_enable_checkpoint", "_name_", "_value_", "_sort_order_"}
-    theirs.add("__post_init__")
+    theirs = {"_is_accelerate_prepared", "_enable_checkpoint", "__post_init__"}
+    theirs |= {"_name_", "_value_", "_sort_order_"}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -386,7 +386,8 @@ def _look(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
     if (lion := find_optimizer(trainer.optimizer)) is not None:
-        # If there is no file to load, this model stays; and what is loaded isn't this period's.
+        # Otherwise each rank keeps its own weights if there is no file to load, and what is left
+        # of the period later replaces those that were loaded.
         lion.exchange_now()
     original()
 
