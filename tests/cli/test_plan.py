@@ -251,6 +251,16 @@ def test_this_machines_work_is_measured(dtype: torch.dtype, monkeypatch: Any) ->
     assert min(found.each_s.values()) > 0
 
 
+def test_a_batch_that_fills_no_sequence_costs_its_share_of_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(machine, "NUMEL", dict.fromkeys(machine.NUMEL, 1 << 14))
+    monkeypatch.setattr(machine, "_rounds", lambda calls, _: {call: [1.0] * 3 for call in calls})
+    found = []
+    for tokens in (8, 128, 129, 256):
+        [short, _], _ = machine.measured(workload("1m"), torch.float32, tokens, None)
+        found.append(short.compute_s)
+    assert found == [1.0, 1.0, 129 / 256, 1.0]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Any]]:
     """Lets a test set how long calls take; of three rounds, the last two are slowed down."""

@@ -140,10 +140,10 @@ def measured(
         **step_work(param), "survey": partial(survey, _layout_of([param]).slots),
         "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step,
     }  # fmt: skip
-    sizes = {}
+    sizes, sequence = {}, min(tokens, _SEQUENCE)
+    sequences = -(-tokens // sequence)
     if given_s is None:
-        shape = (-(-tokens // _SEQUENCE), min(tokens, _SEQUENCE), _WIDTH)
-        data = torch.randn(shape, device=device, dtype=dtype)
+        data = torch.randn(sequences, sequence, _WIDTH, device=device, dtype=dtype)
         for layers in _LAYERS:
             layer = nn.TransformerEncoderLayer(_WIDTH, 8, dropout=0.0, batch_first=True)
             model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -162,7 +162,9 @@ def measured(
             fixed, each = _fit(*((size, picked[model]) for model, size in sizes.items()))
             # Backward leaves out the gradients of frozen weights, a third of the work.
             elements = (2 * work.parameters + work.trainable) / 3
-            compute_s = fixed + each * elements * work.active_share
+            # The last sequence is timed as a complete one.
+            part = tokens / (sequences * sequence)
+            compute_s = part * (fixed + each * elements * work.active_share)
         each_s = {call: picked[call] / numel for call in calls if call not in sizes}
         each_s["exchange"] = each_s["encode displacement"] + each_s["end period"]
         found.append(Machine(
