@@ -22,6 +22,8 @@ def test_scaled_gradients_of_float16_are_refused() -> None:
     scaler.scale(param.sum()).backward()
     with pytest.raises(ValueError, match="GradScaler scaled float16 gradients"):
         scaler.step(optimizer)
+    optimizer.step()  # Without a scaler, which left its scale when the step raised.
+    assert optimizer.steps == 1
 
 
 @on_ranks(2)
