@@ -21,6 +21,7 @@ Both also send one bit per row, set if the rank votes on the row. A step's heade
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,8 +82,11 @@ def verdict_of(
         votes = Votes(planes, votes.active, votes.rows, first=share.start)
     if name == "auto":
         bits, sent = votes.planes.shape
-        two_phase_words = (bits + rule.plane_count) * -(-sent // voters.world_size)
-        name = "two_phase" if two_phase_words < bits * sent else "gather"
+        size = partial(
+            wire_bytes, ranks=voters.world_size, words=sent, rows=0, bits=bits,
+            planes=rule.plane_count,
+        )  # fmt: skip
+        name = min("gather", "two_phase", key=size)
     route = _two_phase if name == "two_phase" else _gather
     verdict = yield from route(votes, voters, rule, context.phase)
     if node is not None:
