@@ -47,7 +47,7 @@ def optimizer_cls_and_kwargs(
 
     Args:
         args: Arguments of the Trainer.
-        options: Keyword arguments of `DistributedLion`, which override `args`.
+        options: `lr`, `betas`, and options of `DistributedLion`, which override `args`.
 
     Raises:
         TypeError: If an option has the wrong type.
