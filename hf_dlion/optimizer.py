@@ -286,8 +286,8 @@ class DistributedLion(torch.optim.Optimizer):
         number, warnings = 0, list[str]()
         try:
             with self.peers.all_or_none(report):
-                layout = self.params.fresh_layout()
-                local.begin_exchange(layout)
+                layout, report.period = self.params.fresh_layout(), local.period
+                local.hide(layout)
                 self.guards.abstentions.check(self.peers.ranks)
             agreed = self.peers.agree(report, layout)
             if (ranks := self.peers.ranks) is not None and self.peers.voter_count > 1:
@@ -383,7 +383,9 @@ class DistributedLion(torch.optim.Optimizer):
                 report.present = [slot.grad is not None for slot in layout.slots]
                 self.guards.check(layout, report, self.peers.ranks)
                 if self.local is not None:
-                    self.local.begin_step(self.param_groups, abstains=report.abstains)
+                    report.period = self.local.period_with_step(
+                        self.param_groups, abstains=report.abstains
+                    )
                 self._warm_up(layout)
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)
@@ -415,7 +417,7 @@ class DistributedLion(torch.optim.Optimizer):
             warnings += self.guards.compare_after_changes(layout, ranks)
         if local is not None and ranks is not None:
             self.guards.abstentions.count_local(report.abstains, ranks)
-            number, more = self._local_step(local, ranks, report.kind, layout, agreed)
+            number, more = self._local_step(local, ranks, report, layout, agreed)
             warnings += more
         elif have_gradients:
             number = self._vote(layout, agreed)
@@ -423,15 +425,15 @@ class DistributedLion(torch.optim.Optimizer):
         return warnings + new_warnings()
 
     def _local_step(
-        self, local: LocalSteps, ranks: Topology, kind: Kind, layout: Layout, agreed: Agreed
+        self, local: LocalSteps, ranks: Topology, report: Report, layout: Layout, agreed: Agreed
     ) -> tuple[int, list[str]]:
         """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
         context = self._context(self.steps + 1)
         self.wire.lap("", layout.device)
-        local.step(layout, context)
+        local.step(layout, context, report.period)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.step)
-        if kind is not Kind.EXCHANGE:
+        if report.kind is not Kind.EXCHANGE:
             return 0, []
         return local.exchange(layout, agreed, self._context(local.exchanges + 1), ranks)
 

@@ -183,11 +183,9 @@ class Peers:
         try:
             # A save or a load doesn't know the layout; all ranks must reshard.
             known = layout or self._params.fresh_layout()
-            values = self._equal_values(report.kind, known)
-            if self._local is not None and report.kind is Kind.EXCHANGE:
-                moved = [slot.moved_in_period for slot in known.slots]
-                abstained = self._local.next_period.abstained
-                report = replace(report, present=moved, abstained=abstained)
+            values = self._equal_values(report, known)
+            if report.kind is Kind.EXCHANGE:
+                report = replace(report, present=[slot.moved_in_period for slot in known.slots])
             if layout is None:
                 known.release()
         except Exception as error:  # The other ranks wait for a header.
@@ -203,7 +201,7 @@ class Peers:
             agreed = agreed.by_voter(ranks.voter_of_rank)
         return agreed
 
-    def _equal_values(self, kind: Kind, layout: Layout) -> dict[str, object]:
+    def _equal_values(self, report: Report, layout: Layout) -> dict[str, object]:
         """Returns what must be equal on all ranks, by name."""
         local = self._local
         # If only some ranks loaded, all raise here, before they would compare momenta.
@@ -213,7 +211,8 @@ class Peers:
             "calls of attach and detach": self._attaches,
         }
         if local is not None:
-            period = local.period_of(kind)
+            # An exchange ends the period with the step that begins.
+            period = report.period if report.kind is Kind.EXCHANGE else local.period
             equal["exchanges"] = local.exchanges
             equal["steps since the last exchange"] = period.steps
             equal[FROZEN] = sorted(n for n, p in self._params.named() if not p.requires_grad)

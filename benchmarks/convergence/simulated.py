@@ -29,6 +29,7 @@ from hf_dlion.core.rule import Average, Rule, rule_of, verdict_planes
 from hf_dlion.core.slot import Slot
 from hf_dlion.core.votes import Verdict, Votes
 from hf_dlion.gpu import form
+from hf_dlion.ranks.agreement import Period
 from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import wire_bytes
 from hf_dlion.steps import local, momentum_sync
@@ -214,7 +215,7 @@ class SimulatedLocalSteps(SimulatedLion):
         set_lr(self.optimizer, lr)
         layout, period = self._layouts[worker], self._periods[worker]
         self.fill(layout, worker, [param.grad for param in self.params])
-        period.step(layout, self.context(worker, self.taken + 1))
+        period.step(layout, self.context(worker, self.taken + 1), Period())
         self.model.zero_grad()
         for slot, first in zip(layout.slots, self._layouts[0].slots, strict=True):
             slot.grad = None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import Signature
+from hf_dlion.options import Groups, hyperparameters
 from hf_dlion.ranks.compare import compare_parameters
 from hf_dlion.ranks.header import (
     ABSTAINED_AT,
@@ -72,6 +73,24 @@ Parameters = Callable[[], Sequence[tuple[str, Tensor]]]
 _MOST_NAMES = 4
 
 
+@dataclass(frozen=True)
+class Period:
+    """The local steps since the last exchange.
+
+    `history` is a hash of every step's lr, betas, and weight decay. From `abstained` of the steps
+    this rank abstained. The rest is equal on all ranks.
+    """
+
+    steps: int = 0
+    history: int = 0
+    abstained: int = 0
+
+    def and_a_step(self, groups: Groups, *, abstains: bool) -> Period:
+        """Returns the period with one more step."""
+        history = digest([self.history, hyperparameters(groups)])
+        return Period(self.steps + 1, history, self.abstained + abstains)
+
+
 @dataclass(eq=False)
 class Report:
     """What this rank brings to a meeting, and what may differ from other ranks, but for the kind.
@@ -81,7 +100,7 @@ class Report:
         present: Whether each trainable parameter has a gradient; empty if the ranks don't step. In
             an exchange, whether it had one in the period.
         finite: Whether all gradients are finite.
-        abstained: In an exchange, number of the period's steps from which this rank abstained.
+        period: The period of local steps, with the step that begins.
         failure: What failed on this rank.
         raised_by_all: What a header raised on all ranks within the `Peers.all_or_none` block.
     """
@@ -89,9 +108,14 @@ class Report:
     kind: Kind
     present: list[bool] = field(default_factory=list)
     finite: bool = True
-    abstained: int = 0
+    period: Period = Period()
     failure: BaseException | None = None
     raised_by_all: BaseException | None = None
+
+    @property
+    def abstained(self) -> int:
+        """In an exchange, number of the period's steps from which this rank abstained."""
+        return self.period.abstained if self.kind is Kind.EXCHANGE else 0
 
     @property
     def abstains(self) -> bool:

@@ -17,7 +17,6 @@ After an attach, a load, or a change of what is trained, a local step begins wit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -25,11 +24,10 @@ from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
-from hf_dlion.options import Groups, hyperparameters
-from hf_dlion.ranks.agreement import Agreed
+from hf_dlion.options import Groups
+from hf_dlion.ranks.agreement import Agreed, Period
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.displacement import average_displacements
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
@@ -46,30 +44,12 @@ def vote_every_for(step_s: float, exchange_s: float) -> int:
     return min(1 << math.ceil(math.log2(max(steps, 1.0))), MOST_STEPS)
 
 
-@dataclass(frozen=True)
-class Period:
-    """The steps since the last exchange.
-
-    `history` is a hash of every step's lr, betas, and weight decay. From `abstained` of the steps
-    this rank abstained. The rest is equal on all ranks.
-    """
-
-    steps: int = 0
-    history: int = 0
-    abstained: int = 0
-
-    def and_a_step(self, groups: Groups, *, abstains: bool) -> Period:
-        """Returns the period with one more step."""
-        history = digest([self.history, hyperparameters(groups)])
-        return Period(self.steps + 1, history, self.abstained + abstains)
-
-
 class LocalSteps:
     """Local steps of `vote_every` above 1, and what a rank keeps in a period.
 
     Attributes:
         vote_every: Number of steps k in a period.
-        period: Steps since the last exchange; `next_period` has the step that begins, too.
+        period: Steps since the last exchange.
         exchanges: Number of exchanges that ended a period.
         states: What the period keeps, by parameter; empty between two periods. A parameter that is
             frozen stays there until the next exchange.
@@ -83,7 +63,7 @@ class LocalSteps:
 
     def reset(self, exchanges: int = 0) -> None:
         """Forgets the period; the model keeps what it holds."""
-        self.period = self.next_period = Period()
+        self.period = Period()
         self.states.clear()
         self.exchanges = exchanges
 
@@ -107,8 +87,8 @@ class LocalSteps:
         """Makes the next step begin with a header."""
         self._met = None
 
-    def begin_step(self, groups: Groups, *, abstains: bool) -> None:
-        """Prepares a step, from which this rank may abstain.
+    def period_with_step(self, groups: Groups, *, abstains: bool) -> Period:
+        """Returns the period with the step that begins, from which this rank may abstain.
 
         Raises:
             RuntimeError: If the model shows common weights.
@@ -118,23 +98,14 @@ class LocalSteps:
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
                 "weights that train: leave the block before you step"
             )
-        self.next_period = self.period.and_a_step(groups, abstains=abstains)
+        return self.period.and_a_step(groups, abstains=abstains)
 
-    def begin_exchange(self, layout: Layout) -> None:
-        """Prepares an exchange without a step, which puts this rank's weights into the model."""
-        if self.shows_anchors():
-            self.hide(layout)
-        self.next_period = self.period
+    def step(self, layout: Layout, context: StepContext, period: Period) -> None:
+        """Takes a step on this rank's gradients, without communication.
 
-    def period_of(self, kind: Kind) -> Period:
-        """Returns the period of a meeting: an exchange ends it with the step that begins."""
-        return self.next_period if kind is Kind.EXCHANGE else self.period
-
-    def step(self, layout: Layout, context: StepContext) -> None:
-        """Takes a step on this rank's gradients, without communication; see `begin_step`.
-
-        The first step of a period keeps anchors. A parameter that is unfrozen later gets one after
-        a header, or if no rank had a gradient there, the next header compares its weights.
+        `period` has the step, too. The first step of a period keeps anchors. A parameter that is
+        unfrozen later gets one after a header, or if no rank had a gradient there, the next header
+        compares its weights.
         """
         lrs = [float(group["lr"]) for group in context.groups]
         shrink = [
@@ -150,7 +121,7 @@ class LocalSteps:
             slot.moves = slot.grad is not None
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        self.period, self._met = self.next_period, layout
+        self.period, self._met = period, layout
 
     def exchange(
         self,

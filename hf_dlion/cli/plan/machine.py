@@ -30,6 +30,7 @@ from hf_dlion.gpu import form
 from hf_dlion.gpu.launches import KernelVote, moved_bytes
 from hf_dlion.gpu.warm_up import warm_up
 from hf_dlion.options import LOCAL_BITS, Options
+from hf_dlion.ranks.agreement import Period
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.steps.displacement import SCALES, displacement, move_by_mean
 from hf_dlion.steps.local import LocalSteps
@@ -240,7 +241,8 @@ def _local_work(param: Tensor) -> Calls:
     layout, local, bits = _layout_of([param]), LocalSteps(2, {}), LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
-    local.step(layout, context)
+    step = partial(local.step, layout, context, Period())
+    step()
     (slot,), source = layout.slots, partial(displacement, context=context)
     slot.magnitude = 1.0
     sent: list[Votes] = []
@@ -267,7 +269,7 @@ def _local_work(param: Tensor) -> Calls:
             apply_mean(message, mean)
 
     return {
-        "local step": partial(local.step, layout, context),
+        "local step": step,
         "encode displacement": encode_displacement,
         "end period": end_period,
         "momenta": average_momenta,
