@@ -20,7 +20,7 @@ from hf_dlion.core.lion import move_from_anchor
 from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
-from hf_dlion.ranks.compare import compare_parameters, fingerprints
+from hf_dlion.ranks.compare import CHANGED_PARAMETERS, compare_parameters, fingerprints
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.routes import in_lockstep
 from hf_dlion.ranks.stats import SAMPLE, WireStats
@@ -38,7 +38,7 @@ SCALES = {
 }
 # What a rank gathers as the amount of a parameter whose weights were replaced on it.
 _REPLACED = math.inf
-REMEDY = (
+_REPLACED_WITHIN = (
     "Load or change weights on every rank, right after optimizer.exchange_now() or in `with "
     "optimizer.common_weights():`, and set max_norm=None in nn.Embedding. To go on from the last "
     "exchange, call optimizer.detach() on every rank, and attach() again"
@@ -143,7 +143,7 @@ def _refuse_replaced(
             raise Disagreement(
                 f"the weights of {slot.name!r} on {ranks.everyone.named(replaced)} are farther "
                 f"from the last exchange's than steps can have moved them, so something replaced "
-                f"them. {REMEDY}"
+                f"them. {_REPLACED_WITHIN}"
             )
 
 
@@ -153,7 +153,7 @@ def _refuse_other_anchors(
     same_parts = ranks.same_parts or [[*range(ranks.everyone.world_size)]]
     if any([len({hashes[rank] for rank in same}) > 1 for same in same_parts]):
         compare_parameters(
-            lambda: anchors, ranks.everyone, ranks.same_parts, REMEDY,
+            lambda: anchors, ranks.everyone, ranks.same_parts, CHANGED_PARAMETERS,
             when=", with which the last period of local steps began,",
         )  # fmt: skip
 

@@ -74,8 +74,8 @@ class DistributedLionCallback(TrainerCallback):
         # Otherwise the ranks' last collectives would differ, for example in an exchange and a log.
         if len(set(steps)) > 1:
             raise ValueError(
-                f"ranks have data for different numbers of steps (by rank: {steps}): give every "
-                f"rank equally many batches, or set max_steps"
+                f"ranks would take different numbers of steps (by rank: {steps}): give every "
+                f"rank equally many batches, or the same max_steps"
             )
         _warn_about_waits(lion, trainer, train_dataloader)
         if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
