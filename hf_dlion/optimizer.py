@@ -432,7 +432,7 @@ class DistributedLion(torch.optim.Optimizer):
         self.wire.lap("", layout.device)
         local.step(layout, context, report.period)
         self.wire.lap("apply_s", layout.device)
-        self._count_step(context.step)
+        self._count_step(context.number)
         if report.kind is not Kind.EXCHANGE:
             return 0, []
         return local.exchange(layout, agreed, self._context(local.exchanges + 1), ranks)
@@ -457,8 +457,8 @@ class DistributedLion(torch.optim.Optimizer):
                 equal = self.guards.momenta_equal
                 step_in_full_precision(layout, agreed, ranks.voters, context, equal=equal)
                 self.guards.momenta_equal = True
-        self._count_step(context.step)
-        return context.step
+        self._count_step(context.number)
+        return context.number
 
     def _count_step(self, step: int) -> None:
         for group in self.param_groups:
@@ -517,7 +517,7 @@ class DistributedLion(torch.optim.Optimizer):
     def _context(self, number: int) -> StepContext:
         """Returns the context of a step or an exchange of this number."""
         return StepContext(
-            step=number, voter=self.peers.voter, voters=self.peers.voter_count,
+            number=number, voter=self.peers.voter, voters=self.peers.voter_count,
             options=self.options, groups=self.param_groups, scratch=self._scratch,
         )  # fmt: skip
 

@@ -116,11 +116,12 @@ class SimulatedLion(Workers):
         numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
         return Layout(slots=list(map(Slot.of, self.params, numbers, weights)))
 
-    def context(self, worker: int, step: int) -> StepContext:
+    def context(self, worker: int, number: int) -> StepContext:
         """Returns a worker's context of a step, or of an exchange."""
         return StepContext(
-            step=step, voter=worker, voters=self.setting.workers, options=self.optimizer.options,
-            groups=self.optimizer.param_groups, scratch=self._scratch,
+            number=number, voter=worker, voters=self.setting.workers,
+            options=self.optimizer.options, groups=self.optimizer.param_groups,
+            scratch=self._scratch,
         )  # fmt: skip
 
     def momenta_of(self, worker: int) -> list[Tensor]:

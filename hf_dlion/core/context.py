@@ -22,11 +22,11 @@ from hf_dlion.options import Options
 class StepContext:
     """The step, and what its arithmetic needs in addition to the layout.
 
-    `step` is 1 for the first step, and in an exchange of local steps its number. `voter` is the
-    number of this rank's voter among `voters`.
+    `number` is that of the step, 1 for the first one, or of an exchange of local steps. `voter` is
+    the number of this rank's voter among `voters`.
     """
 
-    step: int
+    number: int
     voter: int
     voters: int
     options: Options
@@ -42,18 +42,18 @@ class StepContext:
     @functools.cached_property
     def phase(self) -> int:
         """Number whose parity decides ties, see `rule.tie_phase`."""
-        return tie_phase(self.step)
+        return tie_phase(self.number)
 
     @functools.cached_property
     def zero_phase(self) -> int:
         """Number whose parity decides this voter's votes for exact zeros, see `rule.zero_phase`."""
         breaks_ties = self.options.aggregation == "majority" and self.options.ties == "alternate"
-        return zero_phase(self.step, self.voter, self.voters, breaks_ties=breaks_ties)
+        return zero_phase(self.number, self.voter, self.voters, breaks_ties=breaks_ties)
 
     def random(self, stream: int, piece: Piece) -> Tensor:
         """Returns a piece's random bits of a stream of `rounding`."""
         words = self.scratch("random", piece.size // 2, torch.int32, piece.device)
-        return random_bits(piece.size, piece.first, self.step, self.options.seed, stream, words)
+        return random_bits(piece.size, piece.first, self.number, self.options.seed, stream, words)
 
     def age_rows(self, slots: Iterable[Slot]) -> None:
         """Counts an update of the slots' momenta, and notes the old rows, in which u is 0."""

@@ -263,7 +263,7 @@ def _numbers(context: StepContext) -> dict[Column, Callable[[Slot], float]]:
 
 
 def _key(context: StepContext, stream: int) -> Callable[[int], int]:
-    return lambda number: key_of(number, context.step, context.options.seed, stream)
+    return lambda number: key_of(number, context.number, context.options.seed, stream)
 
 
 # Votes, word by word.

@@ -86,7 +86,7 @@ def _take_steps(
     params = [slot.param for slot in layout.slots]
     group = {"params": params, "lr": 1.0, "betas": (0.5, 0.5), "weight_decay": 0.0}
     context = StepContext(
-        step=1, voter=0, voters=voters, options=options, groups=[group], scratch=Scratch(),
+        number=1, voter=0, voters=voters, options=options, groups=[group], scratch=Scratch(),
     )  # fmt: skip
     if voters == 1:
         form.plain_lion(layout.all_messages, context)

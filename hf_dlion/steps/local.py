@@ -149,10 +149,10 @@ class LocalSteps:
         warnings = average_displacements(layout, agreed.gradient_counts, context, ranks)
         stats.exchanges += 1
         stats.abstentions += agreed.abstained
-        self.reset(context.step)
+        self.reset(context.number)
         for slot in layout.slots:
             slot.local = slot.mean = None  # Frees anchors and means before momenta are averaged.
-        return context.step, warnings
+        return context.number, warnings
 
     # What the model shows.
 

@@ -45,11 +45,11 @@ def synchronize(slots: Sequence[Slot], context: StepContext, ranks: Topology) ->
     """Averages the momenta that are due; every rank must call this after the same step.
 
     With `vote_every=1` that is a slice of them in every step, and with local steps all of them in
-    every n-th exchange, whose number is `context.step`. The momenta are those that `momentum_sync`
+    every n-th exchange, whose number the context has. The momenta are those that `momentum_sync`
     selects, or all for "auto", in the same order on all ranks. They are changed in place. Bytes per
     rank: those of `average_momenta` or `average_in_bits`, and of `measure` if it measures.
     """
-    options, voters, number = context.options, ranks.voters, context.step
+    options, voters, number = context.options, ranks.voters, context.number
     every, steps = options.momentum_sync_every, options.vote_every
     if steps > 1:
         if number % every:

@@ -43,7 +43,7 @@ SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 def context_of(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> StepContext:
     groups = [{"lr": lr, "weight_decay": 0.1, "betas": betas}]
     return StepContext(
-        step=1, voter=0, voters=2, options=Options(), groups=groups, scratch=Scratch(),
+        number=1, voter=0, voters=2, options=Options(), groups=groups, scratch=Scratch(),
     )  # fmt: skip
 
 

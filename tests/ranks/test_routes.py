@@ -34,7 +34,7 @@ def test_messages_of_both_routes_are_suspended_equally_often(rank: int, exchange
     rows = Rows([(1, 4)], torch.device("cpu"))
     votes = Votes(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, dtype=torch.bool), rows)
     context = StepContext(
-        step=1, voter=ranks.voter, voters=2, options=Options(exchange=exchange, local_group=2),
+        number=1, voter=ranks.voter, voters=2, options=Options(exchange=exchange, local_group=2),
         groups=[], scratch=Scratch(),
     )  # fmt: skip
     task = verdict_of(votes, Majority("alternate"), context, ranks)

@@ -87,7 +87,7 @@ def test_the_budget_counts_the_largest_shard(rank: int, size: int) -> None:
     slot = Slot.of(flat, 0)
     slot.momentum, slot.largest_part, slot.state = flat, size, {"divergence": 1.0}
     context = StepContext(
-        step=2, voter=rank, voters=2, options=options, groups=[], scratch=Scratch()
+        number=2, voter=rank, voters=2, options=options, groups=[], scratch=Scratch()
     )
     synchronize([slot], context, Topology())
     assert bool((flat == 0.5).all()) == (size == 64)

@@ -322,7 +322,7 @@ def _layout_of(params: Sequence[Tensor]) -> Layout:
 
 def _context(bits: int) -> StepContext:
     return StepContext(
-        step=1, voter=0, voters=2, options=Options(bits=bits),
+        number=1, voter=0, voters=2, options=Options(bits=bits),
         groups=[{"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}],
         scratch=Scratch(),
     )  # fmt: skip
