@@ -125,23 +125,20 @@ class Params:
         """Returns which of all parameters an option selects.
 
         Raises:
-            ValueError: If the option selects by name and a trainable parameter has none, or if a
-                pattern matches no name.
+            ValueError: If the option selects by name and no parameter has a name, or if a pattern
+                matches no name.
         """
         value = getattr(self._options, option)
         is_word = option == "momentum_sync" and value in SYNC_WORDS
         if value is None or is_word:
             return [is_word for group in self.groups for _ in group["params"]]
-        named = self.named()
-        passed = [name for group in self.groups for name, _ in self._of_group(group)]
-        for name, (label, p) in zip(passed, named, strict=True):
-            if name is None and p.requires_grad:
-                raise ValueError(
-                    f"{option}={value!r} selects parameters by name, but {label} has none: use "
-                    f"DistributedLion(model.named_parameters()), or call optimizer.attach(model) "
-                    f"before the first step"
-                )
-        return matched(option, value, named)
+        if not any(name for group in self.groups for name, _ in self._of_group(group)):
+            raise ValueError(
+                f"{option}={value!r} selects parameters by name, but the parameters have no names: "
+                f"use DistributedLion(model.named_parameters()), or call optimizer.attach(model) "
+                f"before the first step"
+            )
+        return matched(option, value, self.named())
 
     def _synchronized(self) -> list[bool]:
         """Returns of which parameters the ranks average momenta that differ, as `momentum_sync`."""
