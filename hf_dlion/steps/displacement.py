@@ -38,7 +38,7 @@ SCALES = {
 }
 # What a rank gathers as the amount of a parameter whose weights were replaced on it.
 _REPLACED = math.inf
-_REPLACED_WITHIN = (
+_REMEDY = (
     "Load or change weights on every rank, right after optimizer.exchange_now() or in `with "
     "optimizer.common_weights():`, and set max_norm=None in nn.Embedding. To go on from the last "
     "exchange, call optimizer.detach() on every rank, and attach() again"
@@ -143,7 +143,7 @@ def _refuse_replaced(
             raise Disagreement(
                 f"the weights of {slot.name!r} on {ranks.everyone.named(replaced)} are farther "
                 f"from the last exchange's than steps can have moved them, so something replaced "
-                f"them. {_REPLACED_WITHIN}"
+                f"them. {_REMEDY}"
             )
 
 
