@@ -221,7 +221,7 @@ class Params:
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
-            optimizer.grad_scale = optimizer.found_inf = None
+            optimizer.grad_scale, optimizer.found_inf = 1.0, None  # GradScaler multiplies a scale.
         unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
         is_finite = unscaled and survey(slots)  # No NaN, and no Inf.
         if not self.state and not any([float(group["lr"]) for group in self.groups]):

@@ -97,7 +97,7 @@ def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
     return flat_view(grad)
 
 
-def unscale(grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None) -> bool:
+def unscale(grads: list[Tensor], scale: Tensor | float | None, found_inf: Tensor | None) -> bool:
     """Unscales gradients that GradScaler left scaled; returns False if it found an Inf.
 
     Raises:
@@ -105,12 +105,14 @@ def unscale(grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None)
     """
     if found_inf is not None and float(found_inf) > 0:
         return False
-    if scale is not None and any(grad.dtype == torch.float16 for grad in grads):
+    if scale is None or float(scale) == 1:
+        return True
+    if any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError(
             "GradScaler scaled float16 gradients, which can't hold small numbers once they are "
             "unscaled: load the model with dtype=torch.float32 or torch.bfloat16"
         )
-    if scale is not None and grads:
+    if grads:
         torch._foreach_mul_(grads, 1.0 / float(scale))
     return True
 
