@@ -506,6 +506,22 @@ class DistributedLion(torch.optim.Optimizer):
             with_momentum = [p for p, *have in zip(params, *by_rank, strict=True) if any(have)]
             average_whole([self.params.flat_momentum(p) for p in with_momentum], ranks.voters)
 
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Checks that all ranks hold the same parameters; every rank must call this.
+
+        It does once what `check_replicas_every` does in steps. In a period of local steps, it
+        compares the weights of the last exchange. Bytes per rank: a header, and 16 (N - 1).
+
+        Raises:
+            Disagreement: On every rank, if replicas differ, or another rank does something else.
+            LostRank: If another rank ended or stalled.
+        """
+        with self.peers.together(Kind.REPLICAS):
+            pass
+        if (ranks := self.peers.ranks) is not None:
+            self.guards.compare_replicas(ranks)
+
     def momentum_divergence(self) -> dict[str, float]:
         """Returns how far the ranks' momenta differ, by parameter name.
 

@@ -437,6 +437,25 @@ def test_drifted_replicas_are_found(rank: int) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("vote_every", [1, 4])
+@on_ranks(3)
+def test_replicas_are_checked_when_asked(rank: int, vote_every: int) -> None:
+    """With local steps within a period, where ranks hold other weights."""
+    model, optimizer = plain(nn.Linear(64, 3), vote_every=vote_every)
+    for seed in (rank, 3 + rank):
+        take_step(optimizer, model, batch(seed, rank))
+    optimizer.check_replicas()
+    optimizer.exchange_now()
+    if rank == 1:
+        model.bias.data[0] += 1
+    text = "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0 and 2"
+    with pytest.raises(Disagreement, match=text):
+        optimizer.check_replicas()
+    text = "rank 1 synchronizes momenta while ranks 0 and 2 check replicas: "
+    with pytest.raises(Disagreement, match=text):
+        optimizer.synchronize_momentum() if rank == 1 else optimizer.check_replicas()
+
+
 @pytest.mark.parametrize("vote_every", [1, 2])
 @on_ranks(2)
 def test_a_compiled_function_may_step(rank: int, vote_every: int) -> None:

@@ -54,6 +54,7 @@ class Kind(enum.IntEnum):
     LOCAL_STEP = 7
     NODES = 8
     MOMENTA = 9
+    REPLICAS = 10
 
 
 # What one rank and what several ranks do, for error messages.
@@ -67,6 +68,7 @@ _VERBS: dict[int, tuple[str, str]] = {
     Kind.LOCAL_STEP: ("takes a local step", "take a local step"),
     Kind.NODES: ("has local_group=", "have local_group="),
     Kind.MOMENTA: ("synchronizes momenta", "synchronize momenta"),
+    Kind.REPLICAS: ("checks replicas", "check replicas"),
 }
 # What a rank waits for, if it isn't "a header".
 _AWAITED = {Kind.REPLICATE: "the replicas", Kind.NODES: "the nodes"}

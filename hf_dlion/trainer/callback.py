@@ -18,6 +18,7 @@ import hf_dlion.ddp as ddp
 from hf_dlion.checkpoint import find_optimizer
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
+from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.steps.local import LOCAL_SHARE, vote_every_for
 from hf_dlion.trainer.prepare import prepare, warn_about_other_optimizer
@@ -143,10 +144,19 @@ class DistributedLionCallback(TrainerCallback):
                     f"the time"
                 )
 
-    def on_train_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        """Exchanges the steps before an early end."""
-        if (lion := find_optimizer(optimizer)) is not None:
-            lion.exchange_now()
+    def on_train_end(
+        self, args: Any, state: TrainerState, *_: Any, optimizer: Any = None, **__: Any
+    ) -> None:
+        """Exchanges the steps before an early end, and compares replicas, also in short runs."""
+        if (lion := find_optimizer(optimizer)) is None:
+            return
+        lion.exchange_now()
+        if lion.options.check_replicas_every:
+            try:
+                lion.check_replicas()
+            except Disagreement as error:  # Not raised, so the script can still save the model.
+                if state.is_world_process_zero:
+                    logger.warning(f"at the end of training: {error}")
 
     def on_log(
         self,

@@ -117,12 +117,13 @@ def outcome(trainer: Trainer) -> tuple[str, list[dict[str, Any]], Any]:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """Yields a list that gets the warnings that the integration logs once in a process."""
+    """Yields a list that gets the warnings that the integration logs."""
     texts: list[str] = []
     with contextlib.ExitStack() as stack:
         for name in ("callback", "patches", "prepare"):
             logger = importlib.import_module(f"hf_dlion.trainer.{name}").logger
-            stack.enter_context(mock.patch.object(logger, "warning_once", texts.append))
+            for method in ("warning", "warning_once"):
+                stack.enter_context(mock.patch.object(logger, method, texts.append))
         yield texts
 
 

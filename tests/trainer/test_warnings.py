@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hf_dlion
 from hf_dlion.trainer import patches
 from tests.support.spawn import on_ranks
-from tests.support.tiny import logged, tiny_args, tiny_data, tiny_llama, trained
+from tests.support.tiny import At, logged, tiny_args, tiny_data, tiny_llama, trained
 
 
 class MuonTrainer(Trainer):
@@ -38,6 +38,25 @@ def test_an_optimizer_that_was_asked_for_and_is_not_used_is_named(
     assert len(found["dlion"]) == (rank == 0)
     assert not found["adamw_torch"]
     assert all(text.startswith("optim='dlion' isn't used: SGD trains") for text in found["dlion"])
+
+
+@pytest.mark.parametrize("optim_args", ["", "vote_every=4", "check_replicas_every=0"])
+@on_ranks(2)
+def test_replicas_that_differ_at_the_end_are_named(
+    rank: int, tmp_path: Path, optim_args: str
+) -> None:
+    def change(model: Any, **_: Any) -> None:
+        model.lm_head.weight.data[0, 0] += rank
+
+    args = tiny_args(tmp_path, max_steps=3, optim_args=optim_args)
+    for callbacks in ([], [At(3, change)]):
+        with logged() as texts:
+            trained(args, callbacks=callbacks)
+        found = [text for text in texts if "replicas differ" in text]
+        assert len(found) == (bool(callbacks) and rank == 0 and "=0" not in optim_args)
+        for text in found:
+            assert text.startswith("at the end of training: replicas differ after step 3 in 1 of ")
+            assert "first in 'lm_head.weight': rank 1 from rank" in text
 
 
 @on_ranks(2)
