@@ -22,8 +22,9 @@ trains the same model with the usual gradient all-reduce.
 import gc
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,11 @@ def report(trainer: SFTTrainer, folder: Path) -> None:
     ranks = trainer.args.world_size
 
     def average(name: str) -> float:
-        return mean(entry[f"dlion/{name}"] for entry in log if f"dlion/{name}" in entry)
+        """Return the mean over steps of an entry, which has the mean since the one before."""
+        found = [entry for entry in log if f"dlion/{name}" in entry]
+        steps = [0, *(entry["step"] for entry in found)]
+        weights = [after - before for before, after in pairwise(steps)]
+        return fmean([entry[f"dlion/{name}"] for entry in found], weights)
 
     print(f"\n{trained:,} trained parameters, {ranks} ranks, {trainer.state.global_step} steps")
     if any("dlion/wire_mb_per_step" in entry for entry in log):
@@ -126,7 +131,7 @@ def parse() -> tuple[ExampleArguments, SFTConfig, ModelConfig]:
     parser.set_defaults(
         output_dir="outputs/finetune_llm",
         optim="dlion",
-        learning_rate=2e-3 if small else 2e-4,
+        learning_rate=2e-3 if small else 2e-4,  # High, because the runs are short.
         weight_decay=0.1,
         lr_scheduler_type="cosine",
         warmup_steps=2,

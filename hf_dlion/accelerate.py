@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.wire import timeout_of
+from hf_dlion.user_warning import warn_user
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -84,11 +84,10 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
             "accelerator.prepare(model, optimizer)"
         )
     if accelerator.num_processes == 1:
-        warnings.warn(
+        warn_user(
             "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. "
             "Start several processes with torchrun or accelerate launch --multi_gpu (without GPUs, "
-            "also set ACCELERATE_USE_CPU=true)",
-            stacklevel=2,
+            "also set ACCELERATE_USE_CPU=true)"
         )
         for lion in lions:
             lion.params.name_as(model)
@@ -100,7 +99,7 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
         if handler is not None and accelerator.is_main_process:
             what, maker = "InitProcessGroupKwargs: timeout", "an Accelerator or a PartialState"
             if text := ignored_timeout(handler.timeout, what, maker):
-                warnings.warn(text, stacklevel=2)
+                warn_user(text)
     if not hasattr(accelerator, _ATTACHED):
         _wrap(accelerator)
 

@@ -8,7 +8,6 @@ replicas that differ.
 from __future__ import annotations
 
 import weakref
-from warnings import warn
 
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
+from hf_dlion.user_warning import warn_user
 
 # Gradients are compared again at each power of two from this step on.
 COMPARED_FROM = 64
@@ -117,11 +117,10 @@ class Guards:
         if ranks is None or ranks.node is None or ranks.everyone.rank or wrapper is None:
             return
         if ranks.voters.world_size > 1 and every > 1 and ddp.asks_who_uses_parameters(wrapper):
-            warn(
+            warn_user(
                 f"vote_every={every}, but DDP asks all nodes in every backward which parameters "
                 f"are used, so they wait for one another in every step. To avoid that, set "
-                f"find_unused_parameters=False, in Trainer ddp_find_unused_parameters=False",
-                stacklevel=3,
+                f"find_unused_parameters=False, in Trainer ddp_find_unused_parameters=False"
             )
 
     def _check_models(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, overload
-from warnings import warn
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from hf_dlion.steps.full_precision import step_in_full_precision
 from hf_dlion.steps.local import LocalSteps
 from hf_dlion.steps.means import average_whole
 from hf_dlion.steps.momentum_sync import synchronize
+from hf_dlion.user_warning import warn_user
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -297,7 +297,7 @@ class DistributedLion(torch.optim.Optimizer):
         finally:
             layout.release()
         for text in warnings:
-            warn(text, stacklevel=4)
+            warn_user(text)
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -395,7 +395,7 @@ class DistributedLion(torch.optim.Optimizer):
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
         for text in warnings:  # Last, because a warning may be an error, and ranks would wait.
-            warn(text, stacklevel=6)  # The caller, beyond the wrappers of torch.
+            warn_user(text)
         return loss
 
     def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
@@ -510,15 +510,20 @@ class DistributedLion(torch.optim.Optimizer):
     def check_replicas(self) -> None:
         """Checks that all ranks hold the same parameters; every rank must call this.
 
-        It does once what `check_replicas_every` does in steps. In a period of local steps, it
-        compares the weights of the last exchange. Bytes per rank: a header, and 16 (N - 1).
+        It does once what `check_replicas_every` does in steps. With `vote_every` above 1, call
+        `exchange_now` before. Bytes per rank: a header, and 16 (N - 1).
 
         Raises:
+            RuntimeError: On every rank, in a period of local steps, where ranks hold their own.
             Disagreement: On every rank, if replicas differ, or another rank does something else.
             LostRank: If another rank ended or stalled.
         """
         with self.peers.together(Kind.REPLICAS):
-            pass
+            if self.local is not None and self.local.steps:
+                raise RuntimeError(
+                    "check_replicas() between two exchanges of local steps, where ranks hold their "
+                    "own weights: call optimizer.exchange_now() on every rank before"
+                )
         if (ranks := self.peers.ranks) is not None:
             self.guards.compare_replicas(ranks)
 

@@ -440,12 +440,15 @@ def test_drifted_replicas_are_found(rank: int) -> None:
 @pytest.mark.parametrize("vote_every", [1, 4])
 @on_ranks(3)
 def test_replicas_are_checked_when_asked(rank: int, vote_every: int) -> None:
-    """With local steps within a period, where ranks hold other weights."""
+    """Not within a period of local steps, where ranks hold other weights."""
     model, optimizer = plain(nn.Linear(64, 3), vote_every=vote_every)
     for seed in (rank, 3 + rank):
         take_step(optimizer, model, batch(seed, rank))
-    optimizer.check_replicas()
+    if vote_every > 1:
+        with pytest.raises(RuntimeError, match=r"call optimizer.exchange_now\(\) on every rank"):
+            optimizer.check_replicas()
     optimizer.exchange_now()
+    optimizer.check_replicas()
     if rank == 1:
         model.bias.data[0] += 1
     text = "after step 2 in 1 of 2 parameters, first in 'bias': rank 1 from ranks 0 and 2"

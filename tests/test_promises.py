@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 import hf_dlion
 from hf_dlion import guards
@@ -90,11 +91,16 @@ def test_a_warning_that_is_an_error_comes_after_the_step(rank: int) -> None:
     assert bool((param != 1.0).all())
 
 
+@pytest.mark.parametrize("has_scheduler", [False, True])
 @on_ranks(2)
-def test_a_warning_shows_the_line_of_the_caller(rank: int) -> None:
+def test_a_warning_shows_the_line_of_the_caller(rank: int, has_scheduler: bool) -> None:
+    """Also if a scheduler of torch has wrapped `step`, whose warnings transformers turns off."""
     param, optimizer = single(vote_every=2)
+    if has_scheduler:
+        LambdaLR(optimizer, lambda _: 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.optim.lr_scheduler")
         optimizer.step()
         with torch.no_grad():
             param.fill_(torch.nan)

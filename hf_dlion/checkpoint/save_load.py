@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.user_warning import warn_user
 
 
 def find_optimizer(optimizer: object) -> DistributedLion | None:
@@ -107,11 +107,10 @@ def save_momentum(
             with contextlib.suppress(OSError):  # Another rank may have been faster.
                 path.with_name(file_name(name, other_rank, count)).unlink()
     if ends_period and at.rank == 0:
-        warnings.warn(
+        warn_user(
             "save_momentum() ended a period of local steps. A model that was saved before it has "
             "rank 0's own weights, for which load_momentum() will refuse these momenta: call "
-            "optimizer.exchange_now() on every rank before you save the model",
-            stacklevel=2,
+            "optimizer.exchange_now() on every rank before you save the model"
         )
 
 
@@ -185,7 +184,7 @@ def load_for(
     # Ranks may hold other shards, so the weights of one rank alone may be other ones.
     for text in (next(filter(None, warned), ""), _difference(Path(folder), loaded, at)):
         if at.rank == 0 and text:
-            warnings.warn(text, stacklevel=3)
+            warn_user(text)
     return loaded.header.scaler
 
 

@@ -44,7 +44,6 @@ class DistributedLionCallback(TrainerCallback):
         # Number of steps and counters, at the end of the last period and of the last logged one.
         # Without local steps, every step is a period.
         self._period_end = self._logged = (0, WireStats())
-        self._means: dict[str, float] = {}
         self._times: list[tuple[float, float]] = []
         self._step_end = 0.0, 0.0
         self._jit_managers: list[Any] = []
@@ -86,7 +85,7 @@ class DistributedLionCallback(TrainerCallback):
             )
         self._steps, self._abstentions = 0, lion.wire.abstentions
         self._period_end = self._logged = (0, dataclasses.replace(lion.wire))
-        self._means, self._times = {}, []
+        self._times = []
         self._step_end = time.perf_counter(), lion.wire.exchange_s
         # A signal reaches ranks at different steps. Each rank notes it, and all ranks save in the
         # same `on_step_end`.
@@ -173,21 +172,21 @@ class DistributedLionCallback(TrainerCallback):
             return
         self._note_period_end(lion)
         (first, before), (last, after) = self._logged, self._period_end
-        if last > first:
+        entries: dict[str, float] = {}
+        if last > first and args.world_size > 1:
 
             def per_step(name: str) -> float:
                 return float(getattr(after, name) - getattr(before, name)) / (last - first)
 
-            self._means = {"dlion/wire_mb_per_step": per_step("bytes_sent") / MEGABYTE}
+            entries = {"dlion/wire_mb_per_step": per_step("bytes_sent") / MEGABYTE}
             if lion.options.local_group is not None:
-                self._means["dlion/node_mb_per_step"] = per_step("node_bytes_sent") / MEGABYTE
+                entries["dlion/node_mb_per_step"] = per_step("node_bytes_sent") / MEGABYTE
             for part in ("encode", "exchange", "apply"):
-                self._means[f"dlion/{part}_ms"] = 1e3 * per_step(f"{part}_s")
+                entries[f"dlion/{part}_ms"] = 1e3 * per_step(f"{part}_s")
             self._logged = self._period_end
         abstained = float(lion.wire.abstentions - self._abstentions)
         self._abstentions = lion.wire.abstentions
-        sent = self._means if args.world_size > 1 else {}
-        entries = {**sent, "dlion/abstained": abstained}
+        entries["dlion/abstained"] = abstained
         for name in ("agreement", "remainder"):
             if not math.isnan(value := getattr(lion.wire, name)):
                 entries[f"dlion/{name}"] = value
