@@ -122,6 +122,7 @@ def _device_found() -> tuple[str, str]:
                 f"can't use, so it would train on the CPU: install a torch that fits the driver"
             )
         return OK, "CPU, gloo; pass TrainingArguments(use_cpu=True) or Accelerator(cpu=True)"
+    torch.ones(1, device=_own_gpu()).sum().item()  # Fails if torch wasn't built for this GPU.
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     text = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"
     if not dist.is_nccl_available():

@@ -83,7 +83,7 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
 
 def covers(message: Message, context: StepContext, voters: int = 1) -> bool:
     """Returns whether the kernels do the work of a message that so many voters exchange."""
-    if message.device.type not in DEVICES or voters > MOST_VOTERS:
+    if voters > MOST_VOTERS or refusal(message.device):
         return False
     # Also if this rank abstains and so has no momenta, as in the trial before the header.
     if context.options.momentum_dtype not in (None, *DTYPES):
@@ -92,7 +92,7 @@ def covers(message: Message, context: StepContext, voters: int = 1) -> bool:
         tensors = slot.p, slot.grad, slot.momentum
         if not all([tensor is None or tensor.dtype in DTYPES for tensor in tensors]):
             return False
-    return not refusal(message.device)
+    return True
 
 
 # What both forms do.
@@ -153,8 +153,7 @@ def verdict_on(
     Kernels return planes of `size` words, with zeros after the slice.
     """
     voters, bits, _ = planes.shape
-    device = planes.device
-    if bits == 1 and voters <= MOST_VOTERS and device.type != "cpu" and not refusal(device):
+    if bits == 1 and voters <= MOST_VOTERS and not refusal(planes.device):
         return launches.verdict_on(planes, active, rows, words, rule, phase, size)
     return votes.verdict_on(planes, active, rows, words, rule, phase)
 

@@ -217,25 +217,20 @@ def _add(
         if Field.GRAD in fields:
             columns[Column.OLD] = [_address_of_old(line) for line in of_types]
         for field in fields:
-            columns[Column[field.name]] = [_address(line, field) for line in of_types]
+            tensors = [line.slot.get(field) for line in of_types]
+            columns[Column[field.name]] = [
+                0 if tensor is None else tensor.data_ptr() + line.start * tensor.element_size()
+                for tensor, line in zip(tensors, of_types, strict=True)
+            ]
+            if field != Field.GRAD:  # The kernels write.
+                torch.autograd.graph.increment_version([t for t in tensors if t is not None])
         for column, number in numbers.items():
             values = np.array([number(line.slot) for line in of_types], np.float32)
             columns[column] = values.view(np.int32)
         for column, key in keys.items():
             columns[column] = [key(line.number) for line in of_types]
-        torch.autograd.graph.increment_version(_written(of_types, fields))  # The kernels write.
         added.append(table.add([line.place for line in of_types], types, columns))
     return added
-
-
-def _written(lines: Sequence[SlotLine], fields: Sequence[Field]) -> list[Tensor]:
-    tensors = [line.slot.get(field) for line in lines for field in fields if field != Field.GRAD]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _address(line: SlotLine, field: Field) -> int:
-    tensor = line.slot.get(field)
-    return 0 if tensor is None else tensor.data_ptr() + line.start * tensor.element_size()
 
 
 def _address_of_old(line: SlotLine) -> int:

@@ -51,8 +51,9 @@ def run(command: Sequence[str]) -> NoReturn:
 
 def add_startup(environment: MutableMapping[str, str]) -> None:
     """Puts the folder `startup` first in PYTHONPATH."""
-    earlier = environment.get("PYTHONPATH", "").split(os.pathsep)
-    entries = [STARTUP, *(entry for entry in earlier if entry not in ("", STARTUP))]
+    # An empty entry is the current folder, but an empty variable has none.
+    earlier = environment["PYTHONPATH"].split(os.pathsep) if environment.get("PYTHONPATH") else []
+    entries = [STARTUP, *(entry for entry in earlier if entry != STARTUP)]
     environment["PYTHONPATH"] = os.pathsep.join(entries)
 
 

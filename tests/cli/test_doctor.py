@@ -76,6 +76,15 @@ def test_a_gpu_that_torch_cannot_use_is_named(alone: pytest.MonkeyPatch) -> None
     assert re.search(r"has a GPU that torch 2\S+, built for \S+, can't use", text)
 
 
+def test_a_gpu_on_which_torch_fails_would_not_train(alone: pytest.MonkeyPatch, report: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here torch doesn't fail")
+    alone.setattr(torch.cuda, "is_available", lambda: True)
+    alone.setattr(torch.cuda, "device_count", lambda: 1)
+    alone.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert re.search(r"(?m)^FAIL  device  .*\n(.*\n)*this would not train$", report(code=1))
+
+
 def test_a_rank_that_sees_one_gpu_takes_it(alone: pytest.MonkeyPatch) -> None:
     alone.setattr(torch.cuda, "device_count", lambda: 1)
     alone.setenv("LOCAL_RANK", "1")

@@ -251,14 +251,32 @@ def test_this_machines_work_is_measured(dtype: torch.dtype, monkeypatch: Any) ->
     assert min(found.each_s.values()) > 0
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_forward_computes_as_trainer_does(bf16: bool) -> None:
+    model, seen = torch.nn.Linear(4, 2), []
+    model.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    machine._forward_and_backward(model, torch.ones(1, 4), bf16=bf16)
+    assert seen == [torch.bfloat16 if bf16 else torch.float32]
+    assert model.weight.grad is not None
+
+
+def test_a_small_memory_is_measured_with_a_small_tensor(monkeypatch: Any) -> None:
+    sizes, work = [], machine.step_work
+    monkeypatch.setattr(machine, "step_work", lambda p: sizes.append(p.numel()) or work(p))
+    monkeypatch.setattr(machine, "here", lambda: (torch.device("cpu"), "CPU", 2e6))
+    machine.measured(workload("1m"), torch.float32, 8, 1.0)
+    assert sizes == [15 * 1024]  # 2,000,000 / 128 bytes, in rows of 1,024
+
+
 def test_a_batch_that_fills_no_sequence_costs_its_share_of_one(monkeypatch: Any) -> None:
+    """And one of many sequences costs as much as its first ones, for each token."""
     monkeypatch.setattr(machine, "NUMEL", dict.fromkeys(machine.NUMEL, 1 << 14))
     monkeypatch.setattr(machine, "_rounds", lambda calls, _: {call: [1.0] * 3 for call in calls})
     found = []
     for tokens in (8, 128, 129, 256):
         [short, _], _ = machine.measured(workload("1m"), torch.float32, tokens, None)
         found.append(short.compute_s)
-    assert found == [1.0, 1.0, 129 / 256, 1.0]
+    assert found == [1.0, 1.0, 129 / 128, 2.0]
 
 
 @pytest.fixture
@@ -538,6 +556,15 @@ def test_a_token_uses_some_experts_of_a_mixture(run: Any, tmp_path: Path) -> Non
     assert mixed == pytest.approx(dense * found.active_share)
     text = run(str(tmp_path), "--link=1gbit", "--gpu=h100")
     assert f"a token uses {found.active_share:.0%} of the parameters" in text
+
+
+def test_a_gpu_without_free_memory_is_named(monkeypatch: Any, capsys: Any) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("hf_dlion.cli.plan.measured", fail)
+    text = refused(cli.main, ["plan", "1m", "--link=1g"], capsys)
+    assert "too little free memory for a measurement: end other processes" in text
 
 
 def test_a_count_that_would_take_hours_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

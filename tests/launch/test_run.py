@@ -185,6 +185,13 @@ def test_a_sitecustomize_that_was_there_also_runs(tmp_path: Path) -> None:
         f"1 dlion {theirs / 'sitecustomize.py'}",
         os.pathsep.join([STARTUP, str(theirs)]),
     ]
+    # An empty entry is the current folder.
+    (tmp_path / "here.py").touch()
+    for earlier in (f":{theirs}", f"{theirs}:"):
+        program = "import here; print(theirs)"
+        words = [*RUN, sys.executable, "-P", "-c", program]
+        done = output_of(words, cwd=tmp_path, PYTHONPATH=earlier)
+        assert done.stdout == "1\n"
     (theirs / "sitecustomize.py").write_text("1 / 0")  # Python says so, and continues.
     program = "import transformers.training_args as t; print(t.OptimizerNames('dlion').value)"
     done = output_of([*RUN, sys.executable, "-c", program], PYTHONPATH=str(theirs))

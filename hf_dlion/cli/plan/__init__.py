@@ -33,7 +33,13 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is None:
         _check_memory(work, dtype, args.shard)
         with Console(stderr=True).status("Measuring this machine"):
-            machines, busy = measured(work, dtype, args.tokens, given_s)
+            try:
+                machines, busy = measured(work, dtype, args.tokens, given_s)
+            except torch.OutOfMemoryError as error:
+                raise ValueError(
+                    "this GPU has too little free memory for a measurement: end other processes "
+                    "that use it, or pass --gpu"
+                ) from error
     else:
         machines = [computed(GPUS[args.gpu], work, dtype, args.tokens, given_s)]
     cases = [

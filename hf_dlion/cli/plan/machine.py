@@ -41,14 +41,15 @@ Calls = dict[str, Callable[[], object]]
 POWER_RANK = 4
 BITS = tuple(TOP)
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds. A GPU
-# would wait for Python with less.
-NUMEL, COLUMNS = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024
+# would wait for Python with less, and has at least so many bytes for each element that is measured.
+NUMEL, COLUMNS, BYTES_EACH = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024, 128
 # How often everything is measured: at least, at most, and for how long if that is less.
 LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
 # The share of its peak at which a GPU trains: 38 to 43% for Llama 3 405B on H100s (arXiv
 # 2407.21783, table 4).
 MFU = 0.4
-# Tokens of a rank per step: on a GPU Trainer's batch of 8, with 1,024 tokens each.
+# Tokens of a rank per step, of which no more are timed: on a GPU Trainer's batch of 8, with 1,024
+# tokens each.
 TOKENS = {"cpu": 128, "cuda": 8192}
 # Two transformers that are timed: layers, width, tokens of a sequence.
 _LAYERS, _WIDTH, _SEQUENCE = (1, 4), 512, 128
@@ -135,21 +136,24 @@ def measured(
     """
     device, name, memory = here()
     tokens = tokens or TOKENS[device.type]
-    numel = NUMEL[device.type]
+    numel = min(NUMEL[device.type], int(memory) // BYTES_EACH) // COLUMNS * COLUMNS
     param = torch.randn(numel // COLUMNS, COLUMNS, device=device).mul_(0.02).to(dtype)
     calls: Calls = {
         **step_work(param), "survey": partial(survey, _layout_of([param]).slots),
         "adamw": torch.optim.AdamW([param], lr=1e-4, fused=True).step,
     }  # fmt: skip
     sizes, sequence = {}, min(tokens, _SEQUENCE)
-    sequences = -(-tokens // sequence)
+    sequences = -(-min(tokens, TOKENS[device.type]) // sequence)
     if given_s is None:
         data = torch.randn(sequences, sequence, _WIDTH, device=device, dtype=dtype)
         for layers in _LAYERS:
             layer = nn.TransformerEncoderLayer(_WIDTH, 8, dropout=0.0, batch_first=True)
             model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
             model.to(device, dtype)
-            calls[f"{layers} layers"] = partial(_forward_and_backward, model, data)
+            calls[f"{layers} layers"] = partial(
+                _forward_and_backward, model, data,
+                bf16=device.type == "cuda" and dtype == torch.float32,
+            )  # fmt: skip
             sizes[f"{layers} layers"] = sum(param.numel() for param in model.parameters())
     busy_share = _share_of_other_processes()
     times = _rounds(calls, device)
@@ -163,9 +167,9 @@ def measured(
             fixed, each = _fit(*((size, picked[model]) for model, size in sizes.items()))
             # Backward leaves out the gradients of frozen weights, a third of the work.
             elements = (2 * work.parameters + work.trainable) / 3
-            # The last sequence is timed as a complete one.
-            part = tokens / (sequences * sequence)
-            compute_s = part * (fixed + each * elements * work.active_share)
+            # The last sequence is timed as a complete one, and of many only the first ones.
+            share = tokens / (sequences * sequence)
+            compute_s = share * (fixed + each * elements * work.active_share)
         each_s = {call: picked[call] / numel for call in calls if call not in sizes}
         each_s["exchange"] = each_s["encode displacement"] + each_s["end period"]
         found.append(Machine(
@@ -344,9 +348,12 @@ def _power(param: Tensor) -> Callable[[], None]:
     return step
 
 
-def _forward_and_backward(model: nn.Module, data: Tensor) -> None:
+def _forward_and_backward(model: nn.Module, data: Tensor, *, bf16: bool) -> None:
+    """Computes as Trainer does; `bf16` is its argument."""
     model.zero_grad()
-    model(data).sum().backward()
+    with torch.autocast(data.device.type, torch.bfloat16, enabled=bf16):
+        out = model(data)
+    out.sum().backward()
 
 
 def _rounds(calls: Calls, device: torch.device) -> dict[str, list[float]]:
