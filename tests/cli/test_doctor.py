@@ -79,6 +79,8 @@ def test_a_gpu_that_torch_cannot_use_is_named(alone: pytest.MonkeyPatch) -> None
 def test_a_gpu_on_which_torch_fails_would_not_train(alone: pytest.MonkeyPatch, report: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("here torch doesn't fail")
+    alone.setattr(form, "_failed", {})
+    alone.setattr(form, "_warnings", [])  # Or the next step in this process would warn.
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr(torch.cuda, "device_count", lambda: 1)
     alone.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
