@@ -108,8 +108,8 @@ class Params:
         """Checks the options that select by name if all names are known.
 
         Raises:
-            ValueError: If a pattern matches no name, or momenta would be averaged that are equal
-                anyway.
+            ValueError: If a pattern or a function selects nothing, or momenta would be averaged
+                that are equal anyway.
         """
         if all(name is not None for group in self.groups for name, _ in self._of_group(group)):
             self.selected("full_precision")
@@ -286,10 +286,17 @@ def matched(option: str, selection: Selection, named: Sequence[tuple[str, Tensor
         named: Names and parameters.
 
     Raises:
-        ValueError: If a pattern matches no name; the message lists similar names.
+        ValueError: If a function chooses nothing, or a pattern matches no name; the message lists
+            similar names.
     """
     if callable(selection):
-        return [selection(name, param) for name, param in named]
+        chosen = [bool(selection(name, param)) for name, param in named]
+        if not any(chosen):
+            raise ValueError(
+                f"{option}={selection!r} chooses none of the {len(named)} parameters, such as "
+                f"{named[0][0]!r}"
+            )
+        return chosen
     wanted = patterns(selection)
     names = [name for name, _ in named]
     for pattern in wanted:

@@ -29,6 +29,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"full_precision": ";"}, ValueError, "full_precision must not have an empty pattern"),
     ({"full_precision": 1}, TypeError, "full_precision must be a pattern of parameter names"),
     ({"full_precision": "bias"}, ValueError, "no parameter's name matches 'bias'"),
+    ({"full_precision": lambda *_: False}, ValueError, "chooses none of the 1 parameters, such"),
     # "all" and "auto" are words of momentum_sync only.
     ({"full_precision": "all"}, ValueError, "no parameter's name matches 'all'"),
     ({"full_precision": "auto"}, ValueError, "no parameter's name matches 'auto'"),
