@@ -28,6 +28,11 @@ logger = logging.get_logger(__name__)
 MEGABYTE = 1e6
 # Steps with vote_every=1 after which a line in the log says what the exchange costs.
 MEASURED_STEPS = 50
+# The arguments that tell when ranks log, evaluate, and save, in which they meet.
+_WHEN = (
+    *("logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps"),
+    *("eval_on_start", "eval_delay", "save_strategy", "save_steps", "load_best_model_at_end"),
+)
 # Default of TrainingArguments, meant for AdamW.
 _DEFAULT_LR = 5e-5
 
@@ -63,20 +68,23 @@ class DistributedLionCallback(TrainerCallback):
         Raises:
             NotImplementedError: If the ranks have no gradients of their own.
             RuntimeError: If there are more ranks than the arguments know of, or `attach` raises it.
-            ValueError: On every rank, if ranks would take different numbers of steps.
+            ValueError: On every rank, if ranks would take different numbers of steps, or log,
+                evaluate, or save after different ones.
         """
         lion, trainer = find_optimizer(optimizer), self._trainer
         if lion is None:
             warn_about_other_optimizer(trainer, optimizer)
             return
         prepare(lion, trainer)
-        steps = gather_object([state.max_steps])
-        # Otherwise the ranks' last collectives would differ, for example in an exchange and a log.
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"ranks would take different numbers of steps (by rank: {steps}): give every "
-                f"rank equally many batches, or the same max_steps"
-            )
+        # Otherwise the ranks' collectives would differ, for example in an exchange and a log.
+        plan = {"steps to take": state.max_steps} | {name: getattr(args, name) for name in _WHEN}
+        plans: list[dict[str, Any]] = gather_object([plan])
+        for name in plan:
+            if len(set(values := [plan[name] for plan in plans])) > 1:
+                raise ValueError(
+                    f"ranks differ in {name} (by rank: {values}): give every rank the same "
+                    f"TrainingArguments, and equally many batches"
+                )
         _warn_about_waits(lion, trainer, train_dataloader)
         if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
             logger.warning_once(

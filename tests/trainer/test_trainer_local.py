@@ -306,7 +306,20 @@ def test_all_ranks_raise_before_training_if_they_have_different_numbers_of_batch
         average_tokens_across_devices=False,
     )  # fmt: skip
     trainer = tiny_trainer(args, train_dataset=tiny_data(4 * 21))
-    with pytest.raises(ValueError, match=r"different numbers of steps \(by rank: \[11, 10\]\)"):
+    with pytest.raises(ValueError, match=r"differ in steps to take \(by rank: \[11, 10\]\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("changed", ["logging_steps", "eval_steps", "save_steps"])
+def test_all_ranks_raise_before_training_if_they_would_meet_after_different_steps(
+    rank: int, tmp_path: Path, changed: str
+) -> None:
+    every = {"logging_steps": 4, "eval_steps": 4, "save_steps": 4, changed: 4 + 2 * rank}
+    args = tiny_args(tmp_path, eval_strategy="steps", save_strategy="steps", **every)
+    trainer = tiny_trainer(args, eval_dataset=tiny_data(8))
+    with pytest.raises(ValueError, match=rf"differ in {changed} \(by rank: \[4, 6\]\)"):
         trainer.train()
     assert trainer.state.global_step == 0
 
