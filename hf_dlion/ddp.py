@@ -76,7 +76,7 @@ class WrapperState:
         self.set_synchronization()
 
     def remove(self, owner: Owner) -> None:
-        """Removes an owner; one that was dropped is still missed."""
+        """Removes an owner. References to dropped ones stay, so `has_lost_owner` does, too."""
         self._owners = [ref for ref in self._owners if ref() is not owner]
         self.buckets_checked = False
         self.set_synchronization()
@@ -85,16 +85,17 @@ class WrapperState:
         """Turns off DDP's synchronization, as `no_sync()` does, if gradients stay on their rank.
 
         DDP then doesn't copy gradients into buckets, and doesn't communicate. Synchronization stays
-        on for averages inside a node, for buffers that are part of the model's state, and for the
-        first iteration of a static graph, in which DDP counts the backward passes without
-        synchronization.
+        on for averages inside a node, for parameters without an owner, which the hook refuses, for
+        buffers that are part of the model's state, and for the first iteration of a static graph,
+        in which DDP counts the backward passes without synchronization.
         """
         ddp, owners = self.ddp(), self.owners
         if ddp is None:
             return
         new_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-        votes_alone = bool(self._owners) and (not owners or owners[-1].node_group is None)
-        local = votes_alone and not new_graph and not broadcasts_state(ddp)
+        votes_alone = bool(owners) and owners[-1].node_group is None
+        local = votes_alone and _owner_of(owners).keys() >= set(_trainable(ddp))
+        local = local and not new_graph and not broadcasts_state(ddp)
         ddp.require_backward_grad_sync = cast(bool, _Off(self)) if local else True
         ddp.require_forward_param_sync = not local
 
@@ -267,14 +268,9 @@ def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:
     return [ddp for ddp, state in _states.items() if owner in state.owners]
 
 
-def averaged_parameters(owner: Owner) -> dict[DistributedDataParallel, set[Tensor]]:
-    """Returns the parameters whose gradients the hooks of `owner`'s wrappers see."""
-    return {ddp: _states[ddp].averaged for ddp in attached_wrappers(owner)}
-
-
-def hook_calls(ddp: DistributedDataParallel) -> int:
-    """Returns how often the hook of an attached wrapper was called."""
-    return _states[ddp].calls
+def hook_states(owner: Owner) -> dict[DistributedDataParallel, WrapperState]:
+    """Returns the states of the hooks of the wrappers that `owner` is attached to."""
+    return {ddp: state for ddp, state in _states.items() if owner in state.owners}
 
 
 def _register(ddp: DistributedDataParallel) -> WrapperState:

@@ -142,7 +142,8 @@ class Guards:
             )
         if ranks.node is None:  # Every node has one rank.
             return
-        averaged = set[Tensor]().union(*ddp.averaged_parameters(self._owner).values())
+        states = ddp.hook_states(self._owner).values()
+        averaged = set[Tensor]().union(*[state.averaged for state in states])
         for name, param in self._params.named():
             if param.requires_grad and param not in averaged:
                 raise RuntimeError(
@@ -154,12 +155,12 @@ class Guards:
 
     def _check_averages(self, layout: Layout) -> None:
         present = {slot.param for slot in layout.slots if slot.grad is not None}
-        for wrapper, averaged in ddp.averaged_parameters(self._owner).items():
-            before, calls = self._hook_calls.get(wrapper, 0), ddp.hook_calls(wrapper)
-            self._hook_calls[wrapper] = calls
-            if calls == before and not present.isdisjoint(averaged):
+        for wrapper, state in ddp.hook_states(self._owner).items():
+            before = self._hook_calls.get(wrapper, 0)
+            self._hook_calls[wrapper] = state.calls
+            if state.calls == before and not present.isdisjoint(state.averaged):
                 named = self._params.named()
-                without = [n for n, p in named if p in averaged and p not in present]
+                without = [n for n, p in named if p in state.averaged and p not in present]
                 remedy = (
                     "call the DDP wrapper, not the model in it, and leave no_sync() before the "
                     "last backward of a step"

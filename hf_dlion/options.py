@@ -165,6 +165,10 @@ def check_group(group: Mapping[str, Any]) -> None:
                 f"{name}={group[name]!r} in a parameter group has no effect: DistributedLion "
                 f"has no such option; a group may have its own lr, betas, and weight_decay"
             )
+    _check_hyperparameters(group)
+
+
+def _check_hyperparameters(group: Mapping[str, Any]) -> None:
     check_number("lr", group["lr"])
     check_number("weight_decay", group["weight_decay"])
     betas = group["betas"]
@@ -202,27 +206,19 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
     """Returns the hyperparameters of all groups by name, which must be equal on all ranks.
 
     Raises:
-        ValueError: If a learning rate or a weight decay is negative, infinite, or NaN, or a beta
-            isn't below 1, as a schedule may set them.
+        TypeError, ValueError: If one isn't allowed, as a schedule may set it.
     """
     found: dict[str, object] = {}
     for number, group in enumerate(groups):
-        for name in ("lr", "weight_decay"):
-            if not 0.0 <= float(group[name]) < math.inf:
-                raise ValueError(
-                    f"{name} of group {number} must be finite and at least 0 (got {group[name]}): "
-                    f"check the schedule that sets it"
-                )
-        betas = list(map(float, group["betas"]))
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(
-                f"betas of group {number} must be at least 0 and below 1 (got {betas}): check the "
-                f"schedule that sets them"
-            )
+        try:
+            _check_hyperparameters(group)
+        except (TypeError, ValueError) as error:
+            what = f"group {number}: {error}. Check the schedule that sets it"
+            raise type(error)(what) from error
         # First, because an error names the first difference.
         found[f"group {number} parameters"] = len(group["params"])
         found[f"group {number} lr"] = float(group["lr"])
-        found[f"group {number} betas"] = betas
+        found[f"group {number} betas"] = list(map(float, group["betas"]))
         found[f"group {number} weight_decay"] = float(group["weight_decay"])
     return found
 
@@ -230,7 +226,7 @@ def hyperparameters(groups: Groups) -> dict[str, object]:
 def numbered(groups: Groups) -> list[Tensor]:
     """Returns the parameters in the order in which torch's `state_dict()` numbers them.
 
-    Of the groups in a state dict, it returns the keys of the parameters' states.
+    For the groups of a state dict, it returns the keys of its states.
     """
     return [param for group in groups for param in group["params"]]
 

@@ -35,7 +35,6 @@ class Peers:
     Attributes:
         stats: Counts of the bytes that this rank sent.
         ranks: The groups of ranks; None before the first header, and for one rank alone.
-        comparisons: Number of headers in which the ranks compared their parameters.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Peers:
         self.ranks: Topology | None = None
         self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
-        self.comparisons = self._loads = self._attaches = 0
+        self._loads = self._attaches = 0
         # A function has another text in every process.
         self._option_texts = {
             field.name: str(value)
@@ -87,6 +86,11 @@ class Peers:
     def voter_count(self) -> int:
         """Number of voters; 1 before the first header, and for one rank alone."""
         return 1 if self.ranks is None else self.ranks.voters.world_size
+
+    @property
+    def comparisons(self) -> int:
+        """Number of headers in which the ranks compared their parameters."""
+        return 0 if self._meetings is None else self._meetings.comparisons
 
     def topology(self) -> Topology:
         """Returns the groups of ranks. With `replicate`, the first call is a collective."""
@@ -179,8 +183,9 @@ class Peers:
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
-        known, values = layout or Layout(), dict[str, object]()
+        known, values, steps = layout or Layout(), dict[str, object](), 0
         try:
+            steps = self._params.steps
             # A save or a load doesn't know the layout; all ranks must reshard.
             known = layout or self._params.fresh_layout()
             values = self._equal_values(report, known)
@@ -192,9 +197,8 @@ class Peers:
             report = replace(report, failure=report.failure or error)
         assert self._meetings is not None
         agreed = self._meetings.agree(
-            report, self._params.steps, values, known.signatures, self._params.common_parts
+            report, steps, values, known.signatures, self._params.common_parts
         )
-        self.comparisons += agreed.compared
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if report.kind is Kind.STEP and ranks.voters is not ranks.everyone:
@@ -234,8 +238,10 @@ class Peers:
             self._meetings.compare_again()
 
     def note_load(self) -> None:
-        """Counts a load of the optimizer's state."""
+        """Counts a load of the optimizer's state, so the next header compares the weights.
+
+        The model may have been loaded on some ranks only, or hold this rank's own weights.
+        """
         self._loads += 1
-        if self._meetings is not None and self._local is not None:
-            # If the model wasn't loaded, it still holds this rank's weights of the period.
+        if self._meetings is not None:
             self._meetings.compare_again()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_dlion import fsdp
 from hf_dlion.core.idle_rows import AGE
-from hf_dlion.options import Groups, numbered
+from hf_dlion.options import Groups, check_group, numbered
 
 
 def momenta_only(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
@@ -45,9 +45,9 @@ def loaded_state(
     """Returns copies of the momentum, in a dtype, and of the age in a parameter's saved state."""
     loaded = {}
     if (momentum := saved.get("exp_avg")) is not None:
-        # Without Infs, which would decide the vote forever.
+        # Without Infs and NaNs, which would decide the vote forever.
         most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
-        loaded["exp_avg"] = momentum.clamp(-most, most).to(device, dtype)
+        loaded["exp_avg"] = momentum.nan_to_num(0.0, most, -most).to(device, dtype)
     if isinstance(age := saved.get(AGE), Tensor):  # torch's flattened state has {} for none.
         loaded[AGE] = age.to(device, torch.int32, copy=True)
     return loaded
@@ -76,12 +76,16 @@ class Loading:
             ValueError: See `DistributedLion.load_state_dict`.
         """
         groups, states = state_dict["param_groups"], state_dict["state"]
-        if any("step" not in group for group in groups):
-            raise ValueError(
-                "the state dict is another optimizer's (its groups have no 'step'), which "
-                "DistributedLion can't load: load the model's weights only, and start with a new "
-                "optimizer"
-            )
+        for group in groups:
+            try:
+                if missing := [name for name in lion.defaults if name not in group]:
+                    raise ValueError(f"its groups have no {missing[0]!r}")
+                check_group(group)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the state dict is another optimizer's, which DistributedLion can't load: "
+                    f"{error}. Load the model's weights only, and start with a new optimizer"
+                ) from error
         params, keys = numbered(lion.param_groups), numbered(groups)
         self._saved = [states.get(key, {}) for key in keys]
         # torch.distributed.checkpoint has names as keys, and fills the optimizer's own tensors.

@@ -75,7 +75,8 @@ def test_a_step_after_a_load_without_load_momentum_compares_momenta(rank: int) -
     optimizer = an_optimizer()
     _, usual = sent_in(optimizer, 2, rank)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert list(sent_in(optimizer, 2, rank)) == [usual + 16 * 2, usual]
+    compared = 16 + 32 + 16  # names and values; gradients; momenta
+    assert list(sent_in(optimizer, 2, rank)) == [usual + compared * 2, usual]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

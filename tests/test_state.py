@@ -59,6 +59,51 @@ def test_a_loaded_momentum_keeps_its_dtype_and_bits(dtype: torch.dtype) -> None:
     assert {momentum.dtype for momentum in momenta_of(loaded)} == {dtype}
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"eps": 1e-8}, "DistributedLion has no such option"),
+        ({"weight_decay": None}, "weight_decay must be a number"),
+        ({}, "its groups have no 'betas'"),
+    ],
+)
+def test_another_optimizers_state_is_refused(change: dict[str, Any], text: str) -> None:
+    """One that counts steps in its groups, as fused ones do."""
+    _, optimizer = single()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0] |= change
+    if not change:
+        del state["param_groups"][0]["betas"]
+    with pytest.raises(ValueError, match=f"the state dict is another optimizer's.*{text}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.98)
+
+
+def test_a_loaded_momentum_is_finite() -> None:
+    _, optimizer = single()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"][:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    optimizer.load_state_dict(state)
+    most = torch.finfo(torch.float32).max
+    assert momenta_of(optimizer)[0][:3].tolist() == [0.0, most, -most]
+
+
+@on_ranks(2)
+def test_a_model_that_was_loaded_on_one_rank_only_is_found(rank: int) -> None:
+    ddp, optimizer = attached()
+    take_step(optimizer, ddp, batch(0, rank))
+    saved = copy.deepcopy((ddp.state_dict(), optimizer.state_dict()))
+    take_step(optimizer, ddp, batch(1, rank))
+    if rank == 0:
+        ddp.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    backward(ddp, batch(1, rank))
+    with pytest.raises(Disagreement, match=r"replicas differ in \d of 6 parameters"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
 def test_a_second_training_begins_with_equal_weights_and_on_all_ranks(

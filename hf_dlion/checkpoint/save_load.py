@@ -81,14 +81,15 @@ def save_momentum(
 
     Raises:
         TypeError: If `optimizer` isn't a DistributedLion.
+        ValueError: If `name` isn't the beginning of a file's name.
         CheckpointError: If this rank cannot write its file, or the ranks were given different
-            folders.
+            folders or names.
         Disagreement: If the save failed on another rank, or another rank doesn't save.
         LostRank: If another rank ended or stalled.
         BaseException: `failure`.
     """
     lion = _unwrapped(optimizer)
-    ranks, save_id = _begin(lion, Kind.SAVE, folder, failure)
+    ranks, save_id = _begin(lion, Kind.SAVE, folder, name, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
     ends_period = lion.local is not None and lion.local.steps  # On all ranks, which have met.
@@ -146,6 +147,7 @@ def load_momentum(
 
     Raises:
         TypeError: If `optimizer` isn't a DistributedLion.
+        ValueError: If `name` isn't the beginning of a file's name.
         CheckpointError: If this rank's file is missing or damaged, or belongs to another step or
             model; or the files of all ranks don't belong to one save.
         Disagreement: If loading failed on another rank, or another rank doesn't load.
@@ -165,7 +167,7 @@ def load_for(
 ) -> dict[str, Any] | None:
     """Loads as `load_momentum`, with errors that advise what the caller can do."""
     lion = _unwrapped(optimizer)
-    ranks, _ = _begin(lion, Kind.LOAD, folder, failure)
+    ranks, _ = _begin(lion, Kind.LOAD, folder, name, failure)
     at = _position(ranks)
     with lion.peers.together(Kind.LOAD):
         path = find_file(at, Path(folder), name, caller)
@@ -214,23 +216,27 @@ def _begin(
     lion: DistributedLion,
     kind: Kind,
     folder: str | os.PathLike[str],
+    name: str,
     failure: BaseException | None,
 ) -> tuple[Topology | None, str]:
     """Meets all ranks; returns who is where, and a random id that is the same on all of them.
 
     Raises:
-        CheckpointError: If the ranks were given different folders.
+        CheckpointError: If the ranks were given different folders or names.
+        ValueError: If the name isn't the beginning of a file's name.
     """
     with lion.peers.together(kind):
         if failure is not None:
             raise failure
-    ranks = lion.peers.ranks
-    folders, ids = zip(*_gathered(ranks, (str(folder), secrets.token_hex(8))), strict=True)
-    if len(set(folders)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {path!r}" for rank, path in enumerate(folders))
+        if Path(name).name != name:
+            raise ValueError(f"name must be the beginning of a file's name (got {name!r})")
+    ranks, path = lion.peers.ranks, os.path.join(folder, name)
+    paths, ids = zip(*_gathered(ranks, (path, secrets.token_hex(8))), strict=True)
+    if len(set(paths)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {path!r}" for rank, path in enumerate(paths))
         raise CheckpointError(
-            f"ranks were given different folders for one checkpoint ({by_rank}): pass the same "
-            f"path on every rank"
+            f"ranks were given different folders or names for one checkpoint ({by_rank}): pass the "
+            f"same on every rank"
         )
     return ranks, ids[0]
 

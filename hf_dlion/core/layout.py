@@ -113,8 +113,8 @@ class Piece:
     def read(self, field: Field, scratch: Scratch) -> Tensor:
         """Returns one tensor of the slots in the piece's dtype: a view if possible, else scratch.
 
-        Padding, and slots without the tensor, are zeros. To change a view, as of a large float32
-        tensor, is to change the slot's tensor at once, before `write`.
+        Padding, and slots without the tensor, are zeros. A view, as of a large float32 tensor,
+        shares the slot's memory, so changing it changes the tensor before `write`.
         """
         if (tensor := self._whole(field)) is not None:
             return tensor[self.stretches[0].start : self.stretches[0].stop]
@@ -200,12 +200,11 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class Message:
-    """Rows whose votes travel together, in `words` words, of which `padded` end in padding."""
+    """Rows whose votes travel together, in `words` words."""
 
     device: torch.device
     pieces: list[Piece] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    padded: list[int] = field(default_factory=list)
     words: int = 0
 
     @functools.cached_property
@@ -218,7 +217,7 @@ class Message:
     def unpadded(self) -> Tensor:
         """Which words have no padding, bool, shape (W,)."""
         flags = torch.ones(self.words, dtype=torch.bool, device="cpu")
-        flags[self.padded] = False
+        flags[[s.first + s.words - 1 for s in self.spans if s.slot.size % WORD]] = False
         return flags.to(self.device)
 
     def rows_with(self, words: Tensor) -> Tensor:
@@ -244,8 +243,6 @@ class Message:
             span = self.spans.pop()
         self.spans.append(span._replace(words=span.words + words))
         self.words += words
-        if size % WORD:
-            self.padded.append(self.words - 1)
         piece.words = slice(piece.words.start, self.words)
         piece.size += words * WORD
         return words

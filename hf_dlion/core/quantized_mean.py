@@ -32,7 +32,7 @@ class Scale:
 
     Attributes:
         bits: Bits per element.
-        of_largest: Whether a is a multiple of the largest |w| of all voters, or of the mean of |w|.
+        of_largest: True if a is a multiple of the voters' largest |w|, False if of their mean |w|.
         factor: That multiple.
     """
 

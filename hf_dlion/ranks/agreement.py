@@ -93,7 +93,7 @@ class Period:
 
 @dataclass(eq=False)
 class Report:
-    """What this rank brings to a meeting, and what may differ from other ranks, but for the kind.
+    """What this rank brings to a meeting. All but the kind may differ between ranks.
 
     Attributes:
         kind: What the ranks do.
@@ -125,16 +125,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks know of one another's gradients: of every rank, of every voter, or of this rank.
+    """What a rank knows of gradients: after a header of all ranks or voters, else of its own.
 
     `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
-    `compared` tells whether the ranks compared their parameters, as at a new layout, and
     `abstained` is the sum of `Report.abstained`.
     """
 
     finite: list[bool]
     present: list[list[bool]]
-    compared: bool = False
     abstained: int = 0
 
     @functools.cached_property
@@ -173,15 +171,16 @@ _met: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDiction
 
 
 class Meetings:
-    """Meetings of one optimizer with the same optimizer on the other ranks."""
+    """Meetings of one optimizer with the same optimizer on the other ranks.
 
-    def __init__(self, wire: Wire, same_parts: Sequence[Sequence[int]] | None = None) -> None:
-        """Doesn't communicate.
+    Attributes:
+        comparisons: Number of meetings in which the ranks compared their parameters.
+    """
 
-        `same_parts` has the groups of ranks that hold the same parts of sharded parameters
-        (default: all ranks hold complete parameters).
-        """
+    def __init__(self, wire: Wire, same_parts: Sequence[Sequence[int]]) -> None:
+        """Doesn't communicate; `same_parts` is that of the topology."""
         self._wire, self._same_parts = wire, same_parts
+        self.comparisons = 0
         self._number = 0  # among the optimizers that have met; 0 before the first meeting
         # Hash of the signatures at which the parameters were compared.
         self._compared_signatures: int | None = None
@@ -239,10 +238,10 @@ class Meetings:
         present = self._presence(report.present, presence)
         # Until there is a gradient, weights may still be loaded.
         is_early = report.kind is Kind.STEP and not any(map(any, present))
-        if is_new := signature_hashes[0] != self._compared_signatures and not is_early:
+        if signature_hashes[0] != self._compared_signatures and not is_early:
             self._compare_parameters(signature_hashes[0], parameters)
         finite = [bool(word & FINITE) for word in flags]
-        return Agreed(finite, present, is_new, sum([word >> ABSTAINED_AT for word in flags]))
+        return Agreed(finite, present, sum([word >> ABSTAINED_AT for word in flags]))
 
     def _hashes(self, report: Report, values: Values, signatures: Sequence[Signature]) -> list[int]:
         """Returns hashes of values, signatures, and presence."""
@@ -272,14 +271,16 @@ class Meetings:
             remedy = "Pass the parameters in the same order on every rank, not as a set"
         else:
             remedy = (
-                "Load them with the same shapes and dtypes on every rank, and on the same type of "
-                "device; FSDP1, DeepSpeed, and ZeRO are not supported"
+                "Load them with the same shapes and dtypes on every rank, on the same type of "
+                "device, and select the same ones with full_precision; FSDP1, DeepSpeed, and ZeRO "
+                "are not supported"
             )
         raise Disagreement(f"{what}, first in {key!r}: {values}. {remedy}")
 
     def _compare_parameters(self, signatures: int, parameters: Parameters) -> None:
         """Checks that parameters are equal at new signatures, and numbers a new optimizer."""
         compare_parameters(parameters, self._wire, self._same_parts, _START_EQUAL)
+        self.comparisons += 1
         if not self._number:
             self._number = _met[self._wire.group] = _met.get(self._wire.group, 0) + 1
         self._compared_signatures = signatures

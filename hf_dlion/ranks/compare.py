@@ -47,7 +47,7 @@ def all_ranks_have(tensors: Sequence[Tensor], voters: Wire, what: str) -> bool:
 def compare_parameters(
     named: Callable[[], Sequence[tuple[str, Tensor]]],
     wire: Wire,
-    same_parts: Sequence[Sequence[int]] | None,
+    same_parts: Sequence[Sequence[int]],
     remedy: str,
     *,
     when: str = "",
@@ -55,8 +55,8 @@ def compare_parameters(
     """Verifies that parameters are bitwise equal; every rank must call this.
 
     `named` returns names and parameters, frozen ones included, with this rank's parts of sharded
-    ones. `same_parts` has the groups of ranks that hold the same parts, None if all ranks do. Bytes
-    per rank: 16 * (N - 1), and a `gather_objects` of all names and hashes if ranks differ.
+    ones. `same_parts` has the groups of ranks that hold the same parts. Bytes per rank: 16 (N - 1),
+    and a `gather_objects` of all names and hashes if ranks differ.
 
     Raises:
         Disagreement: On every rank, with the first parameter that differs and the ranks in the
@@ -75,8 +75,7 @@ def compare_parameters(
     failed, hashes = wire.gather_words(words, "a hash of parameters").t().tolist()
     if any(failed):
         raise_together(failure, wire, "the comparison of parameters")
-    compared = same_parts or [range(wire.world_size)]
-    different = [ranks for ranks in compared if len({hashes[rank] for rank in ranks}) > 1]
+    different = [ranks for ranks in same_parts if len({hashes[rank] for rank in ranks}) > 1]
     if different:
         # Several groups may differ. Every rank describes the first one.
         ranks, tables = different[0], wire.gather_objects(entries)

@@ -7,7 +7,7 @@ word   all headers                  those of `Meetings.agree`
 4      finite, failed, abstained
 5-7    the caller's                 hashes of options and the like, signatures, and presence
 
-A step begins with one (`DistributedLion.step`), as an exchange and whatever else `Kind` has; a
+A step with votes (`DistributedLion.step`), an exchange, and every other `Kind` begin with one; a
 local step has none. What fails on a rank waits for its next header (`peers.all_or_none`), which
 raises on all ranks.
 """

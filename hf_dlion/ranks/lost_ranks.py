@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
-# Seconds between two looks for reports of other ranks, and those that a rank which has reported
-# waits for the other ranks' reports.
+# Seconds between two looks for reports, and those for which a rank that has reported waits for the
+# reports of others.
 LOOK_S, REPORTS_S = 0.5, 2.0
 # Seconds after which a store is given up.
 _STORE_S = 1.0

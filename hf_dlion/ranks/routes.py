@@ -41,9 +41,8 @@ Task = Generator[None, None, None]
 def in_lockstep(tasks: Sequence[Task]) -> None:
     """Resumes every task until it is next suspended, in turns, until all have ended.
 
-    So all ranks begin the same collectives in one order, also those of two groups, as NCCL needs.
-    For that, all messages are suspended equally often before any begins its node's collective,
-    whichever route they take.
+    So all ranks begin collectives in the same order, also those of two groups, as NCCL needs. For
+    that, each task is suspended equally often before its node's collective, on either route.
     """
     while tasks:
         tasks = [task for task in tasks if next(task, task) is not task]

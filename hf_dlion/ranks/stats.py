@@ -57,11 +57,11 @@ class WireStats:
     _marks: list[tuple[str, torch.device, Any]] = field(default_factory=list, repr=False)
 
     def lap(self, name: str, device: torch.device) -> None:
-        """Ends a lap of work on a device; its time is added to a count such as "encode_s".
+        """Ends a lap of work on a device, and adds its time to a count such as "encode_s".
 
-        It isn't if it has no name, or began on another device. On a GPU, where NCCL's collectives
-        let the stream wait rather than the host, laps end with events, and are added once the GPU
-        has reached these.
+        Without a name, or if the lap began on another device, nothing is added. On a GPU, where
+        NCCL's collectives let the stream wait rather than the host, laps end with events, and are
+        added once the GPU has reached these.
         """
         mark: Any = _event(device) if device.type == "cuda" else time.perf_counter()
         self._marks.append((name, device, mark))

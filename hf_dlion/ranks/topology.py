@@ -42,7 +42,7 @@ class Topology:
         local_size: Ranks per node; 1 if every rank votes.
         voter_of_rank: Number of each rank's voter, which is a rank, a node, or a replica.
         voter: Number of this rank's voter.
-        same_parts: Groups of ranks that hold the same parts; None if parameters aren't sharded.
+        same_parts: Groups of ranks that hold the same parts of the parameters.
         is_formed: Whether `form` was called.
     """
 
@@ -72,7 +72,7 @@ class Topology:
         self.local_size = 1
         self.voter_of_rank = list(range(self.everyone.world_size))
         self.voter = self.everyone.rank
-        self.same_parts: list[list[int]] | None = None
+        self.same_parts = [list(range(self.everyone.world_size))]
 
     def form(self) -> None:
         """Creates the groups of nodes, or gathers the ranks of each replica, at the first call.

@@ -61,8 +61,9 @@ def average_displacements(
             `means.set_means`.
 
     Raises:
-        Disagreement: On every rank, before a parameter moves, if weights were replaced on one
-            within the period, or the ranks began it with different weights.
+        Disagreement: On every rank, before a parameter moves, if the ranks began the period with
+            different weights, or a parameter's amount on one is larger than steps can have made it.
+            With 1 bit the amount is a mean, which shows only if most elements were replaced.
     """
     voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
     by_voter, warnings = _amounts_by_voter(layout, scale, context, ranks)
@@ -103,7 +104,8 @@ def _amounts_by_voter(
     amounts_by_rank = table[:, : len(amounts)].contiguous().view(torch.float64).tolist()
     _refuse_replaced(layout, amounts_by_rank, ranks)
     _refuse_other_anchors(anchors, table[:, len(amounts)].tolist(), ranks)
-    _refuse_unequal_nodes(table[:, -1].tolist(), ranks)
+    if ranks.node is not None:
+        _refuse_unequal_nodes(table[:, -1].tolist(), ranks)
     voters = [everyone.global_ranks.index(rank) for rank in ranks.voters.global_ranks]
     return [amounts_by_rank[voter] for voter in voters], warnings
 
@@ -150,8 +152,7 @@ def _refuse_replaced(
 def _refuse_other_anchors(
     anchors: Sequence[tuple[str, Tensor]], hashes: Sequence[int], ranks: Topology
 ) -> None:
-    same_parts = ranks.same_parts or [[*range(ranks.everyone.world_size)]]
-    if any([len({hashes[rank] for rank in same}) > 1 for same in same_parts]):
+    if any([len({hashes[rank] for rank in same}) > 1 for same in ranks.same_parts]):
         compare_parameters(
             lambda: anchors, ranks.everyone, ranks.same_parts, CHANGED_PARAMETERS,
             when=", with which the last period of local steps began,",
@@ -170,7 +171,7 @@ def _refuse_unequal_nodes(hashes: Sequence[int], ranks: Topology) -> None:
 def _was_replaced(slot: Slot, amount: float) -> bool:
     """Returns whether a rank is farther from an anchor than the steps can have moved it.
 
-    Weights that are loaded on some ranks are, unless they are close to the anchor.
+    True for weights that were loaded on some ranks only, unless they are close to the anchor.
     """
     if slot.local is None or (x := slot.anchor) is None or not slot.size:
         return False

@@ -104,8 +104,8 @@ class LocalSteps:
         """Takes a step on this rank's gradients, without communication.
 
         `period` has the step, too. The first step of a period keeps anchors. A parameter that is
-        unfrozen later gets one after a header, or if no rank had a gradient there, the next header
-        compares its weights.
+        unfrozen later gets its anchor in a step with a header, which compares weights. If no rank
+        had a gradient then, the next header compares them.
         """
         lrs = [float(group["lr"]) for group in context.groups]
         shrink = [

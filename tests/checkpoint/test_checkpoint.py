@@ -589,7 +589,15 @@ EITHER: dict[str, tuple[Call, str]] = {
     ),
     "other folders": (
         lambda call, optimizer, folder: call(optimizer, f"{folder}1"),
-        r"CheckpointError: .* \(rank 0: '.*/new', rank 1: '.*/new1'\): pass the same path",
+        r"CheckpointError: .* \(rank 0: '.*/new/dlion_.*', rank 1: '.*/new1/dlion_.*'\)",
+    ),
+    "another name": (
+        lambda call, *where: call(*where, name="second"),
+        r"CheckpointError: .* \(rank 0: '.*/new/dlion_momentum', rank 1: '.*/new/second'\)",
+    ),
+    "a path as name": (
+        lambda call, *where: call(*where, name="first/second"),
+        r"{named}ValueError: name must be the beginning of a file's name \(got 'first/second'\)",
     ),
     "alone": (
         lambda call, optimizer, folder: optimizer.step(),

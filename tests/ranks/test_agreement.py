@@ -53,6 +53,10 @@ def wire_of() -> Wire:
     return Wire(group, WireStats())
 
 
+def meetings_of(wire: Wire) -> Meetings:
+    return Meetings(wire, [[*range(wire.world_size)]])
+
+
 # Agreement.
 
 
@@ -61,14 +65,14 @@ def wire_of() -> Wire:
 @on_ranks("world_size")
 def test_a_step_after_the_first_is_one_gather_of_eight_words(rank: int, world_size: int) -> None:
     wire = wire_of()
-    meetings = Meetings(wire)
+    meetings = meetings_of(wire)
     values = mock.Mock(return_value=VALUES)
     present = [[True, True]] * world_size
     for step, sent in enumerate((80, 64, 64)):
         before = wire.stats.bytes_sent
         finite = [(other, step) != (1, 2) for other in range(world_size)]
         found = meetings.agree(*report(step=step, parameters=values, finite=finite[rank]))
-        assert found == Agreed(finite, present, compared=step == 0)
+        assert (found, meetings.comparisons) == (Agreed(finite, present), 1)
         assert wire.stats.bytes_sent - before == sent * (world_size - 1)
     values.assert_called_once()
 
@@ -80,7 +84,7 @@ def test_differing_presence_adds_one_bit_per_parameter(
     rank: int, world_size: int, parameters: int
 ) -> None:
     wire = wire_of()
-    meetings = Meetings(wire)
+    meetings = meetings_of(wire)
     layout = [(f"p{number}",) for number in range(parameters)]
     meetings.agree(*report(signatures=layout, present=[True] * parameters))
     before = wire.stats.bytes_sent
@@ -158,7 +162,7 @@ def test_a_difference_is_one_error_on_all_ranks(
     rank: int, world_size: int, case: str, first: bool
 ) -> None:
     wire = wire_of()
-    meetings = Meetings(wire)
+    meetings = meetings_of(wire)
     if not first:
         meetings.agree(*report())
     changes, text = DIFFERENCES[case]
@@ -172,7 +176,7 @@ def test_a_difference_is_one_error_on_all_ranks(
 
 @on_ranks(2)
 def test_a_new_layout_compares_values_again(rank: int) -> None:
-    meetings = Meetings(wire_of())
+    meetings = meetings_of(wire_of())
     meetings.agree(*report(signatures=LAYOUT[:1], present=[True]))
     changed = [("weight", torch.tensor(1.0)), ("bias", torch.tensor(2.0 + rank))]
     with pytest.raises(Disagreement, match=r"first in 'bias': rank 1 from rank 0 \(no majority\)"):
@@ -186,7 +190,7 @@ def test_a_new_layout_compares_values_again(rank: int) -> None:
 def test_another_version_or_other_data_is_refused_by_all(
     rank: int, world_size: int, version: int
 ) -> None:
-    meetings = Meetings(wire_of())
+    meetings = meetings_of(wire_of())
     zero = "rank 0" if world_size == 2 else "ranks 0 and 2"
     text = "rank 1 sent other data than a header, so a rank is at another point of its program"
     if version == 5:
@@ -214,7 +218,7 @@ ORDERS = {
 @on_ranks("world_size")
 def test_optimizers_that_step_in_another_order_on_a_rank_are_refused(rank: int, case: str) -> None:
     wire, (orders, is_refused) = wire_of(), ORDERS[case]
-    meetings = {name: Meetings(wire) for name in "abc"}
+    meetings = {name: meetings_of(wire) for name in "abc"}
     for k, name in enumerate(orders[rank][:-1]):
         meetings[name].agree(*report(step=k // 2))
     last = meetings[orders[rank][-1]]
@@ -244,7 +248,7 @@ FAILURES = {
 @on_ranks(3)
 def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind: str) -> None:
     failure, expected = FAILURES[kind]
-    meetings = Meetings(wire_of())
+    meetings = meetings_of(wire_of())
     meetings.agree(*report())
     if rank == 1:
         said = report(kind=Kind.SAVE, failure=failure, values={}, signatures=[], present=[])
@@ -275,7 +279,7 @@ BROKEN = {
 @pytest.mark.parametrize("place", BROKEN)
 @on_ranks(2)
 def test_a_failure_in_the_report_is_named_on_the_others(rank: int, place: str) -> None:
-    meetings = Meetings(wire_of())
+    meetings = meetings_of(wire_of())
     changes, error, text = BROKEN[place]
     if rank == 0:
         changes, error = {}, Disagreement

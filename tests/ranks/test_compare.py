@@ -33,6 +33,7 @@ def wire_of() -> Wire:
 
 
 def compare(own: Any, wire: Wire, same_parts: list[list[int]] | None = None) -> None:
+    same_parts = same_parts or [[*range(wire.world_size)]]
     compare_parameters(
         lambda: [*own.items()], wire, same_parts, "Remove the cause", when=" after step 4"
     )
