@@ -25,6 +25,8 @@ from hf_dlion import fsdp
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.options import Groups, check_group, numbered
 
+_IN_GROUPS = ("step", "lr", "betas", "weight_decay")
+
 
 def momenta_only(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Returns states of parameters without ages and divergences.
@@ -78,7 +80,8 @@ class Loading:
         groups, states = state_dict["param_groups"], state_dict["state"]
         for group in groups:
             try:
-                if missing := [name for name in lion.defaults if name not in group]:
+                # Not those of `lion.defaults`, to which torch adds some of its own.
+                if missing := [name for name in _IN_GROUPS if name not in group]:
                     raise ValueError(f"its groups have no {missing[0]!r}")
                 check_group(group)
             except (TypeError, ValueError) as error:

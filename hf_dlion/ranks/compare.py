@@ -17,8 +17,9 @@ from hf_dlion.ranks.wire import Wire, digest
 
 AVERAGED_GRADIENTS = (
     "all ranks have equal gradients. If a model is wrapped in DistributedDataParallel, it still "
-    "averages them, at full traffic: add optimizer.attach(ddp_model), or with Trainer call "
-    "hf_dlion.register() first. If none is, all ranks train on the same data: check the sampler"
+    "averages them, at full traffic: add optimizer.attach(ddp_model), with Accelerate "
+    "hf_dlion.accelerate.attach(accelerator, model), and with Trainer call hf_dlion.register() "
+    "first. If none is, all ranks train on the same data: check the sampler"
 )
 CHANGED_PARAMETERS = (
     "Something changed parameters on some ranks only: code that runs on one rank or uses its "

@@ -60,15 +60,16 @@ def check_optim_args(args: Any) -> None:
 
     Raises what `parse_optim_args` raises.
     """
+    if args.optim != OPTIM_NAME:
+        return
     if isinstance(args.optim_args, Mapping):
         args.optim_args = as_text(args.optim_args)
-    if args.optim == OPTIM_NAME:
-        if not isinstance(args.optim_args, (str, NoneType)):
-            raise TypeError(
-                f"optim_args must be text such as 'bits=2,ties=zero', or a dict (got "
-                f"{args.optim_args!r})"
-            )
-        parse_optim_args(args.optim_args)
+    if not isinstance(args.optim_args, (str, NoneType)):
+        raise TypeError(
+            f"optim_args must be text such as 'bits=2,ties=zero', or a dict (got "
+            f"{args.optim_args!r})"
+        )
+    parse_optim_args(args.optim_args)
 
 
 def _check_when_made(arguments: Any) -> None:

@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 MEGABYTE = 1e6
 # Steps with vote_every=1 after which a line in the log says what the exchange costs.
 MEASURED_STEPS = 50
-# The arguments that tell when ranks log, evaluate, and save, in which they meet.
+# Arguments that decide when Trainer logs, evaluates, and saves. Ranks communicate then.
 _WHEN = (
     *("logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps"),
     *("eval_on_start", "eval_delay", "save_strategy", "save_steps", "load_best_model_at_end"),

@@ -54,10 +54,12 @@ def as_text(optim_args: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={value_text(name, value)}" for name, value in optim_args.items())
 
 
-def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def parse_optim_args(
+    given: str | Mapping[str, Any] | None, chosen: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Returns the keyword arguments in an `optim_args`, with "beta1" and "beta2" as floats.
 
-    The text has options of `Options`, `beta1`, `beta2`, or `betas=0.9;0.98`, separated by commas.
+    A text has options of `Options`, `beta1`, `beta2`, or `betas=0.9;0.98`, separated by commas.
     Semicolons separate the parts of a list. Options in `chosen` override the text, and are checked
     together with it.
 
@@ -67,6 +69,7 @@ def parse_optim_args(text: str | None, chosen: Mapping[str, Any] | None = None) 
         NotImplementedError: If options don't work together yet.
     """
     parsed: dict[str, Any] = {}
+    text = as_text(given) if isinstance(given, Mapping) else given
     for name, value in _items(text):
         new = _converted(name, value)
         if repeated := parsed.keys() & new.keys():
@@ -98,9 +101,10 @@ def check_known(name: str, others: Sequence[str], where: str) -> None:
     raise ValueError(f"{where}: there is no option {name!r}{meant} Options: {', '.join(known)}")
 
 
-def only_ours(text: str | None) -> list[str]:
+def only_ours(given: str | Mapping[str, Any] | None) -> list[str]:
     """Returns the options in an `optim_args` that only DistributedLion has."""
-    names = [item.partition("=")[0].strip() for item in (text or "").split(",")]
+    items = given if isinstance(given, Mapping) else (given or "").split(",")
+    names = [str(item).partition("=")[0].strip() for item in items]
     return [name for name in names if name in _TYPES and name not in _SHARED]
 
 

@@ -22,9 +22,9 @@ With FSDP2, ranks wait for one another's shards and can't meet, so only a failur
 is raised on all of them.
 
 With local steps (`vote_every` above 1), evaluations, saves, and the end of training begin with an
-exchange, before callbacks at the end of their step. Between two exchanges, a `save_model`,
-`evaluate`, or `predict` of the user's own has the weights of the last one, and so have callbacks in
-the events of `_AROUND_EVENTS`.
+exchange, before callbacks at the end of their step. Between two exchanges, callbacks in
+`_CALLBACK_EVENTS` and a user's own `save_model`, `evaluate`, and `predict` see the weights of the
+last exchange.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def install() -> None:
     """
     if hasattr(Trainer, _INSTALLED):
         return
-    for name in ("train", *_AROUND):
+    for name in ("train", *_TRAINER_METHODS):
         internal(f"trainer:Trainer.{name}")
-    for name in _AROUND_EVENTS:
+    for name in _CALLBACK_EVENTS:
         internal(f"trainer_callback:CallbackHandler.{name}")
     original = Trainer.train
 
@@ -122,15 +122,15 @@ def _train(
             f"optim={OPTIM_NAME!r}"
         )
     # For every Trainer, because a subclass may make its optimizer only later.
-    callbacks = trainer.callback_handler.callbacks
-    callback = DistributedLionCallback(trainer)
-    callbacks.insert(0, callback)  # Before those that report its entries.
+    handler, callback = trainer.callback_handler, DistributedLionCallback(trainer)
+    handler.callbacks.insert(0, callback)  # Before those that report its entries.
     with _wrapped(trainer):
         try:
             return original(resume_from_checkpoint, *args, **kwargs)
         finally:
             # A cycle with the Trainer would keep the model until Python collects garbage.
-            callbacks.remove(callback)
+            if callback in handler.callbacks:
+                handler.callbacks.remove(callback)
             # on_train_end isn't reached after an exception, and another Trainer may use the model.
             if (lion := find_optimizer(trainer.optimizer)) is not None:
                 lion.detach()
@@ -139,15 +139,24 @@ def _train(
 @contextlib.contextmanager
 def _wrapped(trainer: Trainer) -> Iterator[None]:
     """Wraps methods of one object, also those that a subclass overrides without `super()`."""
+    owners: Any = (trainer, _TRAINER_METHODS), (trainer.callback_handler, _CALLBACK_EVENTS)
     with contextlib.ExitStack() as unwrap:
-        for owner, arounds in (trainer, _AROUND), (trainer.callback_handler, _AROUND_EVENTS):
+        for owner, arounds in owners:
             for name, around in arounds.items():
-                if name in vars(owner):  # Set by a user, for example.
-                    unwrap.callback(setattr, owner, name, vars(owner)[name])
-                else:
-                    unwrap.callback(delattr, owner, name)
-                setattr(owner, name, functools.partial(around, trainer, getattr(owner, name)))
+                wrapper = functools.partial(around, trainer, getattr(owner, name))
+                unwrap.callback(_unwrap, owner, name, wrapper, vars(owner).get(name))
+                setattr(owner, name, wrapper)
         yield
+
+
+def _unwrap(owner: Any, name: str, wrapper: Any, own: Any) -> None:
+    """Takes a wrapper off an object; `own` is a method that a user had set in the object."""
+    if vars(owner).get(name) is not wrapper:  # A user has set another one meanwhile.
+        return
+    if own is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)
 
 
 def _uses_lion(trainer: Trainer) -> bool:
@@ -301,17 +310,21 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
 def _load_from_checkpoint(
     trainer: Trainer, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    """Loads weights into the parameters that train, in their dtypes.
-
-    PEFT turns adapters of 16 bits into float32, since 0.21 in new parameters.
-    """
     model: Any = args[1] if len(args) > 1 else kwargs.get("model")
     if model is None:
         model = trainer.model
+    with _same_parameters(model) if _uses_lion(trainer) else contextlib.nullcontext():
+        original(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _same_parameters(model: Any) -> Iterator[None]:
+    """Keeps the parameters that train, and their dtypes, in a load of weights.
+
+    PEFT turns adapters of 16 bits into float32, since 0.21 in new parameters.
+    """
     trained = {name: (p, p.dtype) for name, p in model.named_parameters() if p.requires_grad}
-    original(*args, **kwargs)
-    if not _uses_lion(trainer):
-        return
+    yield
     for name, param in [*model.named_parameters()]:
         own, dtype = trained.get(name, (param, param.dtype))
         if own is not param or dtype != param.dtype:
@@ -371,25 +384,32 @@ def _load_scaler(
         scaler.load_state_dict(state)  # Replaces rank 0's, which Trainer gave to every rank.
 
 
-def _evaluate(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _after_exchange(
+    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if (lion := find_optimizer(trainer.optimizer)) is None:
         return original(*args, **kwargs)
     lion.exchange_now()
     return original(*args, **kwargs)
 
 
-def _look(trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_common_weights(
+    trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     lion = find_optimizer(trainer.optimizer)
     with contextlib.nullcontext() if lion is None else lion.common_weights():
         return original(*args, **kwargs)
 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
-    if (lion := find_optimizer(trainer.optimizer)) is not None:
-        # Otherwise each rank keeps its own weights if there is no file to load, and what is left
-        # of the period later replaces those that were loaded.
-        lion.exchange_now()
-    original()
+    if (lion := find_optimizer(trainer.optimizer)) is None:
+        original()
+        return
+    # If there is no file to load, ranks would keep different weights; if there is one, the rest of
+    # the period would later replace what was loaded.
+    lion.exchange_now()
+    with _same_parameters(trainer.model):
+        original()
 
 
 def _end_of_step(event: str, trainer: Trainer, original: Callable[..., Any], *given: Any) -> Any:
@@ -436,11 +456,11 @@ def _scaler(trainer: Trainer) -> Any:
     return getattr(trainer.accelerator, "scaler", None)
 
 
-_AROUND: dict[str, Callable[..., Any]] = {
+_TRAINER_METHODS: dict[str, Callable[..., Any]] = {
     "create_optimizer": _create_optimizer,
-    "_evaluate": _evaluate,  # Also calls a subclass's own `evaluate`.
-    "evaluate": _look,  # The user's own calls.
-    "predict": _look,
+    "_evaluate": _after_exchange,  # Also calls a subclass's own `evaluate`.
+    "evaluate": _with_common_weights,  # The user's own calls.
+    "predict": _with_common_weights,
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
     "_save_rng_state": _save_rng_state,
@@ -450,7 +470,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "_load_best_model": _load_best_model,
 }
 # Events of the Trainer's `callback_handler`.
-_AROUND_EVENTS: dict[str, Callable[..., Any]] = {
+_CALLBACK_EVENTS: dict[str, Callable[..., Any]] = {
     "on_step_end": functools.partial(_end_of_step, "on_step_end"),
     "on_epoch_end": functools.partial(_end_of_step, "on_epoch_end"),
     "on_epoch_begin": functools.partial(_event, "on_epoch_begin"),

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import hf_dlion
@@ -234,6 +234,8 @@ def test_other_optimizers_train_as_before_with_a_warning(tmp_path: Path, warned:
     assert "dlion/abstained" not in trainer.state.log_history[0]
     (text,) = warned
     assert "ignores bits in optim_args='momentum=0.9,bits=2'. To use DistributedLion, set" in text
+    args = tiny_args(tmp_path, optim="adamw_torch", optim_args={"any": "a,b"})
+    assert args.optim_args == {"any": "a,b"}
 
 
 def test_one_process_warns_that_it_exchanges_nothing(tmp_path: Path, warned: list[str]) -> None:
@@ -326,6 +328,26 @@ def test_a_trainer_is_freed_when_it_is_deleted(tmp_path: Path, optim: str) -> No
         assert model() is None
     finally:
         gc.enable()
+
+
+def test_what_is_set_in_a_trainer_while_it_trains_stays(tmp_path: Path) -> None:
+    """A method, and a list of callbacks, in which ours isn't left behind."""
+
+    class Setter(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            handler = trainer.callback_handler
+            handler.callbacks = list(handler.callbacks)
+            trainer.save_model = own
+
+    def own(*_: Any, **__: Any) -> None:
+        pass
+
+    trainer = tiny_trainer(tiny_args(tmp_path), callbacks=[Setter()])
+    before = [type(callback) for callback in trainer.callback_handler.callbacks]
+    trainer.train()
+    assert [type(callback) for callback in trainer.callback_handler.callbacks] == before
+    assert vars(trainer)["save_model"] is own
+    assert "predict" not in vars(trainer)
 
 
 @pytest.mark.parametrize("name", ["_save_rng_state", "_load_scaler"])

@@ -374,6 +374,24 @@ def test_a_peft_model_by_the_class_route_resumes(
     assert 300 < wire.bytes_sent < 2000
 
 
+@on_ranks(2)
+def test_adapters_of_16_bits_stay_the_optimizers_after_the_best_is_loaded(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = tiny_args(
+        tmp_path, eval_every=2, save_every=2, load_best_model_at_end=True, label_names=["labels"]
+    )
+    model = get_peft_model(tiny_llama(), config).to(torch.bfloat16)
+    trainer = trained(args, model=model, eval_dataset=tiny_data(8))
+    adapters = [param for param in model.parameters() if param.requires_grad]
+    assert {param.dtype for param in adapters} == {torch.bfloat16}
+    owned = [param for group in trainer.optimizer.param_groups for param in group["params"]]
+    assert set(owned) == set(adapters)
+    before = weights_digest(model)
+    trainer.train()
+    assert weights_digest(model) != before
+    assert agree(weights_digest(model))
+
+
 def write_model_and_data(folder: Path) -> None:
     tiny_tokenizer(model_max_length=32).save_pretrained(folder / "model")
     tiny_llama(attention_dropout=0.0).save_pretrained(folder / "model")
