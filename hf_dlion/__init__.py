@@ -43,8 +43,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("accelerate", "trainer"):
-        return import_module(f"hf_dlion.{name}")
+    if name == "accelerate":
+        return import_module("hf_dlion.accelerate")
     if name in _LATE:
         return getattr(import_module(f"hf_dlion.{_LATE[name]}"), name)
     raise AttributeError(f"module 'hf_dlion' has no attribute {name!r}")

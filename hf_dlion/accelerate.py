@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.checkpoint import NAME, find_optimizer, load_for, save_momentum
+from hf_dlion.checkpoint import NAME, find_lion, load_for, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
 
     from accelerate import Accelerator
+
+__all__ = ["attach", "parallelism_config"]
 
 _ATTACHED = "_hf_dlion_attached"
 # Names of the accelerate.DistributedTypes with which a rank has no gradient of its own.
@@ -225,7 +227,7 @@ def _refuse_other_optimizers(accelerator: Accelerator) -> None:
 
     @functools.wraps(original)
     def prepare_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if find_optimizer(optimizer) is None:
+        if find_lion(optimizer) is None:
             raise NotImplementedError(
                 f"{type(optimizer).__name__} doesn't work with hf_dlion.accelerate."
                 f"parallelism_config, because gradients aren't averaged between replicas: use "
@@ -240,7 +242,7 @@ def _lions(accelerator: Accelerator) -> list[tuple[str, DistributedLion]]:
     """Returns the accelerator's DistributedLions, each with the name of its momentum files."""
     found: dict[DistributedLion, str] = {}
     for index, optimizer in enumerate(accelerator._optimizers):
-        if (lion := find_optimizer(optimizer)) is not None:  # Twice, if it was prepared twice.
+        if (lion := find_lion(optimizer)) is not None:  # Twice, if it was prepared twice.
             found.setdefault(lion, f"{NAME}_{index}" if index else NAME)
     return [(name, lion) for lion, name in found.items()]
 

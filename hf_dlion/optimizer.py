@@ -109,9 +109,9 @@ class DistributedLion(torch.optim.Optimizer):
         momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16, or torch.float16
             (default: None, which means each parameter's dtype).
         seed: Seed of the stochastic rounding, equal on every rank (default: 0).
-        max_abstained_steps: Number of consecutive steps from which a rank abstains, because its
-            gradients hold a NaN or an Inf, or it has none while another rank has some, after
-            which all ranks raise (default: 20). In local steps, having none always counts.
+        max_abstained_steps: Number of steps in a row from which a rank may abstain before all ranks
+            raise (default: 20). A rank abstains if its gradients hold a NaN or an Inf, or if it has
+            none while another rank has some; in local steps, whenever it has none.
         check_replicas_every: Number of steps between comparisons of a hash of all parameters
             (default: 0, which means never). Like `momentum_sync_every`, it counts exchanges if
             `vote_every` is above 1.
@@ -305,9 +305,9 @@ class DistributedLion(torch.optim.Optimizer):
 
         For one rank alone, or a callback, between two exchanges of local steps. They are equal on
         all ranks, and lag up to `vote_every` - 1 steps behind. There is no communication, but with
-        FSDP2 every rank must enter. Afterwards the model has the bits from before. Elements that
-        you write keep their distance from the common weights: if x was replaced by x', p becomes
-        x' - (x - p), so write the same values on every rank. Has no effect after `exchange_now`.
+        FSDP2 every rank must enter. Afterwards the model has the bits from before. If you write x'
+        over a common weight x, this rank's own weight p becomes p + (x' - x), so write the same
+        values on every rank. Has no effect after `exchange_now`.
 
         Example:
             >>> optimizer = DistributedLion([torch.nn.Parameter(torch.ones(64))])
@@ -490,8 +490,9 @@ class DistributedLion(torch.optim.Optimizer):
     def synchronize_momentum(self) -> None:
         """Replaces every momentum by its mean over the voters; every rank must call this.
 
-        Those of frozen parameters, too. The state dict of any rank then fits all ranks. Bytes per
-        rank: a header, 8 (N - 1) ceil(P / 64) for all P parameters, and 8 (N - 1) / N per element.
+        Those of frozen parameters are averaged, too. The state dict of any rank then fits all
+        ranks. Bytes per rank: a header, 8 (N - 1) ceil(P / 64) for all P parameters, and
+        8 (N - 1) / N per element.
 
         Raises:
             Disagreement: On every rank, if another rank does something else, or the ranks differ.

@@ -113,8 +113,8 @@ class Peers:
     def all_or_none(self, report: Report, *, can_meet: bool = True) -> Iterator[None]:
         """Runs a `with` block on all ranks; a failure waits in the report for the next header.
 
-        A header inside the block, as Trainer's save has that of `save_momentum`, raises on all
-        ranks. What it raised leaves the block at once, because no rank reaches the next header.
+        If the block meets the other ranks itself, as Trainer's save does in `save_momentum`, an
+        error of that meeting was raised on all ranks, so it leaves the block at once.
 
         Args:
             report: This rank's report, which the block completes.

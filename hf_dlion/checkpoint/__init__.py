@@ -1,12 +1,12 @@
 """Saves and loads what differs between ranks: their momenta."""
 
 from hf_dlion.checkpoint.momentum_file import NAME, CheckpointError
-from hf_dlion.checkpoint.save_load import find_optimizer, load_for, load_momentum, save_momentum
+from hf_dlion.checkpoint.save_load import find_lion, load_for, load_momentum, save_momentum
 
 __all__ = [
     "NAME",
     "CheckpointError",
-    "find_optimizer",
+    "find_lion",
     "load_for",
     "load_momentum",
     "save_momentum",

@@ -45,7 +45,7 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.user_warning import warn_user
 
 
-def find_optimizer(optimizer: object) -> DistributedLion | None:
+def find_lion(optimizer: object) -> DistributedLion | None:
     """Returns the DistributedLion in a wrapper such as Accelerate's, None if there is none."""
     for _ in range(4):  # Not forever: a mock has an optimizer of an optimizer, and so on.
         if isinstance(optimizer, DistributedLion):
@@ -206,7 +206,7 @@ def _restore(lion: DistributedLion, loaded: Loaded) -> None:
 
 
 def _unwrapped(optimizer: object) -> DistributedLion:
-    lion = find_optimizer(optimizer)
+    lion = find_lion(optimizer)
     if lion is None:
         raise TypeError(f"optimizer must be a DistributedLion (got {type(optimizer).__name__})")
     return lion

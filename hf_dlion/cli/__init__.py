@@ -12,7 +12,8 @@ from typing import Any
 
 from hf_dlion import __version__
 from hf_dlion.cli import arguments
-from hf_dlion.cli.arguments import GPUS, Parser, above_zero, did_you_mean, positive
+from hf_dlion.cli.arguments import Parser, above_zero, did_you_mean, positive
+from hf_dlion.cli.gpus import GPUS
 
 COMMANDS = ("run", "doctor", "plan")
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         code: int = import_module(f"hf_dlion.cli.{args.command}").run(args)
-    except BrokenPipeError:  # As of `| head`, which has read enough.
+    except BrokenPipeError:  # The reader, such as `head`, closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # For the flush at the end.
         return 1
     except (OSError, ValueError) as error:

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_dlion.cli.gpus import GPUS
+
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _RATES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _DTYPES = {
     **dict.fromkeys(("float32", "fp32", "float"), "float32"),
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
-GPUS = ("h200", "h100", "a100", "l40s", "rtx5090", "rtx4090", "rtx3090")
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,7 +108,7 @@ def dtype(text: str) -> str:
 
 
 def gpu(text: str) -> str:
-    """Returns one of `GPUS`; other variants, such as a laptop's, have other limits."""
+    """Returns a name in `GPUS`; other variants, such as a laptop's, have other limits."""
     name = re.sub(r"nvidia|[\s_-]", "", text.lower())
     if name not in GPUS:
         raise argparse.ArgumentTypeError(

@@ -85,7 +85,7 @@ def covers(message: Message, context: StepContext, voters: int = 1) -> bool:
     """Returns whether the kernels do the work of a message that so many voters exchange."""
     if voters > MOST_VOTERS or refusal(message.device):
         return False
-    # Also if this rank abstains and so has no momenta, as in the trial before the header.
+    # Apart from the tensors, because a rank that abstains, or a trial, has no momenta.
     if context.options.momentum_dtype not in (None, *DTYPES):
         return False
     for slot in (span.slot for span in message.spans):

@@ -36,7 +36,7 @@ def run(command: Sequence[str]) -> NoReturn:
     program = command[0]
     found = shutil.which(program)
     if found is None:
-        # As in an environment that is activated, also for commands that this one starts.
+        # Puts this Python's scripts on PATH, as activating its environment would.
         scripts = os.path.dirname(sys.executable)
         if found := shutil.which(program, path=scripts):
             os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])

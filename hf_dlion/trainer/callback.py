@@ -15,13 +15,13 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
-from hf_dlion.checkpoint import find_optimizer
+from hf_dlion.checkpoint import find_lion
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.steps.local import LOCAL_SHARE, vote_every_for
-from hf_dlion.trainer.prepare import prepare, warn_about_other_optimizer
+from hf_dlion.trainer.attach import attach, warn_about_other_optimizer
 
 logger = logging.get_logger(__name__)
 
@@ -71,11 +71,11 @@ class DistributedLionCallback(TrainerCallback):
             ValueError: On every rank, if ranks would take different numbers of steps, or log,
                 evaluate, or save after different ones.
         """
-        lion, trainer = find_optimizer(optimizer), self._trainer
+        lion, trainer = find_lion(optimizer), self._trainer
         if lion is None:
             warn_about_other_optimizer(trainer, optimizer)
             return
-        prepare(lion, trainer)
+        attach(lion, trainer)
         # Otherwise the ranks' collectives would differ, for example in an exchange and a log.
         plan = {"steps to take": state.max_steps} | {name: getattr(args, name) for name in _WHEN}
         plans: list[dict[str, Any]] = gather_object([plan])
@@ -108,7 +108,7 @@ class DistributedLionCallback(TrainerCallback):
 
     def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Notes the end of a period."""
-        if (lion := find_optimizer(optimizer)) is not None:
+        if (lion := find_lion(optimizer)) is not None:
             self._note_period_end(lion)
 
     def _note_period_end(self, lion: DistributedLion) -> None:
@@ -128,7 +128,7 @@ class DistributedLionCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **__: Any
     ) -> None:
         """Counts the step, and logs once if a larger `vote_every` would save time."""
-        if (lion := find_optimizer(optimizer)) is None:
+        if (lion := find_lion(optimizer)) is None:
             return
         self._steps += 1
         if lion.options.vote_every > 1 or len(self._times) == MEASURED_STEPS:
@@ -155,7 +155,7 @@ class DistributedLionCallback(TrainerCallback):
         self, args: Any, state: TrainerState, *_: Any, optimizer: Any = None, **__: Any
     ) -> None:
         """Exchanges the steps before an early end, and compares replicas, also in short runs."""
-        if (lion := find_optimizer(optimizer)) is None:
+        if (lion := find_lion(optimizer)) is None:
             return
         lion.exchange_now()
         if lion.options.check_replicas_every:
@@ -175,7 +175,7 @@ class DistributedLionCallback(TrainerCallback):
         **__: Any,
     ) -> None:
         """Adds the entries to `logs` and to the log history."""
-        lion = find_optimizer(optimizer)
+        lion = find_lion(optimizer)
         if lion is None or not logs or "loss" not in logs or not self._steps:
             return
         self._note_period_end(lion)

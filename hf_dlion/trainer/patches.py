@@ -44,14 +44,14 @@ from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import replicas_of, shards_model
-from hf_dlion.checkpoint import NAME, CheckpointError, find_optimizer, load_for, save_momentum
+from hf_dlion.checkpoint import NAME, CheckpointError, find_lion, load_for, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.trainer.arguments import check_optim_args, internal
+from hf_dlion.trainer.attach import attach, refuse
 from hf_dlion.trainer.callback import DistributedLionCallback
 from hf_dlion.trainer.optim_args import OPTIM_NAME, only_ours
-from hf_dlion.trainer.prepare import prepare, refuse
 
 logger = logging.get_logger(__name__)
 
@@ -132,7 +132,7 @@ def _train(
             if callback in handler.callbacks:
                 handler.callbacks.remove(callback)
             # on_train_end isn't reached after an exception, and another Trainer may use the model.
-            if (lion := find_optimizer(trainer.optimizer)) is not None:
+            if (lion := find_lion(trainer.optimizer)) is not None:
                 lion.detach()
 
 
@@ -161,7 +161,7 @@ def _unwrap(owner: Any, name: str, wrapper: Any, own: Any) -> None:
 
 def _uses_lion(trainer: Trainer) -> bool:
     if trainer.optimizer is not None:
-        return find_optimizer(trainer.optimizer) is not None
+        return find_lion(trainer.optimizer) is not None
     if trainer.optimizer_cls_and_kwargs is not None:
         cls = trainer.optimizer_cls_and_kwargs[0]
         return isinstance(cls, type) and issubclass(cls, DistributedLion)
@@ -175,7 +175,7 @@ def _create_optimizer(
 
     Trainer calls this before it wraps the model, even if there is an optimizer.
     """
-    if (lion := find_optimizer(trainer.optimizer)) is not None:
+    if (lion := find_lion(trainer.optimizer)) is not None:
         # After "out of memory" Trainer makes a new DDP wrapper, which copies rank 0's weights.
         lion.detach()
     replicas = replicas_of(trainer.accelerator)
@@ -244,7 +244,7 @@ def _newest_complete(folder: str) -> str:
 def _save_checkpoint(
     trainer: Trainer, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     if lion is None:
         original(*args, **kwargs)
         return
@@ -266,7 +266,7 @@ def _save_model(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     if lion is None:
         original(output_dir, *args, **kwargs)
         return
@@ -295,7 +295,7 @@ def _save_model(
 
 
 def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_dir: str) -> None:
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     if lion is None:
         original(output_dir)
         return
@@ -337,7 +337,7 @@ def _same_parameters(model: Any) -> Iterator[None]:
 def _load_optimizer_and_scheduler(
     trainer: Trainer, original: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     if lion is None and checkpoint is not None and _holds(checkpoint, NAME):
         raise CheckpointError(
             f"{checkpoint} was saved with DistributedLion, whose state "
@@ -348,7 +348,7 @@ def _load_optimizer_and_scheduler(
     if lion is None:
         original(checkpoint)
         return
-    prepare(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
+    attach(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
     rest = Report(Kind.LOAD)
     with lion.peers.all_or_none(rest, can_meet=not shards_model(trainer.accelerator)):
         original(checkpoint)
@@ -360,7 +360,7 @@ def _load_optimizer_and_scheduler(
 def _load_scaler(
     trainer: Trainer, original: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     # Ray Tune's checkpoints have no momentum files; one process finds all in the optimizer's state.
     alone = checkpoint and trainer.args.world_size == 1 and not _holds(checkpoint, NAME)
     if lion is None or checkpoint is None or alone:
@@ -387,7 +387,7 @@ def _load_scaler(
 def _after_exchange(
     trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if (lion := find_optimizer(trainer.optimizer)) is None:
+    if (lion := find_lion(trainer.optimizer)) is None:
         return original(*args, **kwargs)
     lion.exchange_now()
     return original(*args, **kwargs)
@@ -396,13 +396,13 @@ def _after_exchange(
 def _with_common_weights(
     trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     with contextlib.nullcontext() if lion is None else lion.common_weights():
         return original(*args, **kwargs)
 
 
 def _load_best_model(trainer: Trainer, original: Callable[[], None]) -> None:
-    if (lion := find_optimizer(trainer.optimizer)) is None:
+    if (lion := find_lion(trainer.optimizer)) is None:
         original()
         return
     # If there is no file to load, ranks would keep different weights; if there is one, the rest of
@@ -417,7 +417,7 @@ def _end_of_step(event: str, trainer: Trainer, original: Callable[..., Any], *gi
 
     Before callbacks, so what they write into the weights holds in what is evaluated and saved.
     """
-    lion = find_optimizer(trainer.optimizer)
+    lion = find_lion(trainer.optimizer)
     if lion is not None and lion.local is not None:
         args, state, control = given
         planned, flow = copy.copy(control), DefaultFlowCallback()
@@ -433,7 +433,7 @@ def _event(
     event: str, trainer: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Shows the weights of the last exchange to callbacks that may look at weights."""
-    lion, callbacks = find_optimizer(trainer.optimizer), trainer.callback_handler.callbacks
+    lion, callbacks = find_lion(trainer.optimizer), trainer.callback_handler.callbacks
     in_period = lion is not None and lion.local is not None and lion.local.steps
     looks = in_period and any([_may_look(callback, event) for callback in callbacks])
     with lion.common_weights() if lion is not None and looks else contextlib.nullcontext():

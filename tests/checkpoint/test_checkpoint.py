@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
-from hf_dlion.checkpoint import find_optimizer, momentum_file
+from hf_dlion.checkpoint import find_lion, momentum_file
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import RankPools, RanksFailedError, on_ranks
@@ -827,10 +827,10 @@ def test_the_optimizer_may_be_wrapped_but_must_be_ours(tmp_path: Path) -> None:
             self.optimizer = optimizer
 
     optimizer = Run(0).lion
-    assert find_optimizer(Wrapper(Wrapper(optimizer))) is optimizer
+    assert find_lion(Wrapper(Wrapper(optimizer))) is optimizer
     sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
-    assert find_optimizer(Wrapper(sgd)) is None
-    assert find_optimizer(mock.MagicMock()) is None
+    assert find_lion(Wrapper(sgd)) is None
+    assert find_lion(mock.MagicMock()) is None
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):
         save_momentum(sgd, tmp_path)
     with pytest.raises(TypeError, match=r"must be a DistributedLion \(got SGD\)"):

@@ -120,7 +120,7 @@ def logged() -> Iterator[list[str]]:
     """Yields a list that gets the warnings that the integration logs."""
     texts: list[str] = []
     with contextlib.ExitStack() as stack:
-        for name in ("callback", "patches", "prepare"):
+        for name in ("callback", "patches", "attach"):
             logger = importlib.import_module(f"hf_dlion.trainer.{name}").logger
             for method in ("warning", "warning_once"):
                 stack.enter_context(mock.patch.object(logger, method, texts.append))

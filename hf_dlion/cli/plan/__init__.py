@@ -16,8 +16,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hf_dlion.cli.gpus import GPUS
 from hf_dlion.cli.plan.advice import advice, warning
-from hf_dlion.cli.plan.machine import GPUS, computed, here, measured
+from hf_dlion.cli.plan.machine import computed, here, measured
 from hf_dlion.cli.plan.methods import Case, Link, Prediction, check_ranks, predict
 from hf_dlion.cli.plan.workload import Workload, workload
 

@@ -20,8 +20,9 @@ Predictions = Mapping[str, Prediction]
 
 # Below this gain over AdamW the advice is AdamW: the model is no more exact.
 WORTH = 1.10
-# An all-reduce of which less than this share of a step is exposed is hidden. What another optimizer
-# then saves is its own work, or DDP's copies, which gradient_as_bucket_view saves, too.
+# An all-reduce counts as hidden if waiting for it takes less than this share of a step. What
+# another optimizer then saves is its own work, or DDP's copies, which gradient_as_bucket_view
+# saves, too.
 HIDDEN = 0.05
 # How far measurements may differ, and what share of the cores other processes may use, without a
 # warning.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dlion.cli.gpus import Gpu
 from hf_dlion.cli.plan.workload import Workload
-from hf_dlion.core.codec import TOP
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import flat_view
 from hf_dlion.core.idle_rows import survey
@@ -39,42 +39,21 @@ from hf_dlion.steps.momentum_sync import apply_mean, read_momentum
 Calls = dict[str, Callable[[], object]]
 
 POWER_RANK = 4
-BITS = tuple(TOP)
+# Bits per vote, and per displacement of local steps.
+BITS = (1, LOCAL_BITS)
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds. A GPU
 # would wait for Python with less, and has at least so many bytes for each element that is measured.
 NUMEL, COLUMNS, BYTES_EACH = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024, 128
-# How often everything is measured: at least, at most, and for how long if that is less.
+# Fewest and most rounds of measurement, and seconds after which no round begins.
 LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
 # The share of its peak at which a GPU trains: 38 to 43% for Llama 3 405B on H100s (arXiv
 # 2407.21783, table 4).
 MFU = 0.4
-# Tokens of a rank per step, of which no more are timed: on a GPU Trainer's batch of 8, with 1,024
-# tokens each.
+# Default number of tokens of a rank per step, and the most that are timed: on a GPU Trainer's batch
+# of 8, with 1,024 tokens each.
 TOKENS = {"cpu": 128, "cuda": 8192}
 # Two transformers that are timed: layers, width, tokens of a sequence.
 _LAYERS, _WIDTH, _SEQUENCE = (1, 4), 512, 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """A GPU's published limits."""
-
-    name: str  # After "an".
-    flops: float  # Dense bfloat16 operations per second.
-    bytes_per_s: float
-    memory_bytes: float
-
-
-# From NVIDIA's data sheets: without sparsity, and with sums in float32.
-GPUS = {
-    "h200": Gpu(name="H200", flops=989.4e12, bytes_per_s=4800e9, memory_bytes=141e9),
-    "h100": Gpu(name="H100", flops=989.4e12, bytes_per_s=3350e9, memory_bytes=80e9),
-    "a100": Gpu(name="A100", flops=312e12, bytes_per_s=2039e9, memory_bytes=80e9),
-    "l40s": Gpu(name="L40S", flops=362.1e12, bytes_per_s=864e9, memory_bytes=48e9),
-    "rtx5090": Gpu(name="RTX 5090", flops=209.5e12, bytes_per_s=1792e9, memory_bytes=32e9),
-    "rtx4090": Gpu(name="RTX 4090", flops=165.2e12, bytes_per_s=1008e9, memory_bytes=24e9),
-    "rtx3090": Gpu(name="RTX 3090", flops=71.2e12, bytes_per_s=936e9, memory_bytes=24e9),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +136,8 @@ def measured(
             sizes[f"{layers} layers"] = sum(param.numel() for param in model.parameters())
     busy_share = _share_of_other_processes()
     times = _rounds(calls, device)
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
     found = []
     # The longest time of a call is left out: one hiccup makes no machine busy.
     for place in (0, -2):

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from hf_dlion.cli.plan.machine import BITS, POWER_RANK, Machine
+from hf_dlion.cli.plan.machine import POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.core.codec import TOP, WORD
 from hf_dlion.core.layout import messages_of
@@ -192,14 +192,13 @@ def predict(case: Case) -> dict[str, Prediction]:
     compute_s = case.nodes * case.machine.compute_s + inside_s
     alone = {"compute": compute_s, "network": 0.0, "optimizer": voters.work_s("adamw")}
     add(ALONE, (0, alone), 3 + in_node)
-    for name, on_wire in ({"bf16": 2} if size == 2 else {"fp32": 4, "bf16 hook": 2}).items():
+    kind, half = ("FSDP2", "bf16 reduce") if sharded else ("DDP", "bf16 hook")
+    for name, on_wire in ({"bf16": 2} if size == 2 else {"fp32": 4, half: 2}).items():
         cost = _all_reduce(voters, on_wire, copies_s)
-        add(f"AdamW with {'FSDP2' if sharded else 'DDP'} {name}", cost, 3 + buckets)
+        add(f"AdamW with {kind} {name}", cost, 3 + buckets)
     if not sharded:
         add(POWER, _power_sgd(case, copies_s), 4 + buckets)  # It also keeps an error.
-    for bits in BITS:
-        name = DLION if bits == 1 else f"{DLION}, bits={bits}"
-        add(name, _votes(voters, case.ranks, bits), 2 + unused)
+    add(DLION, _votes(voters, case.ranks, 1), 2 + unused)
     name, vote, share, kept = DLION, voters, 1, unused
     if case.per_node > 1 and not sharded:
         # DDP's buckets carry the gradients inside the node, and each rank exchanges its share.

@@ -14,7 +14,7 @@ from hf_dlion.cli.arguments import parse_count
 
 # A transformer of width h has about h / 128 layers of 12 h^2 elements each.
 _WIDTH_PER_LAYER, _LAYER = 128, 12
-# Of which a prediction takes a minute.
+# A prediction for so many takes a minute.
 MOST_PARAMETERS = 10**13
 
 

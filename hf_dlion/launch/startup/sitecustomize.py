@@ -57,7 +57,7 @@ def _call_after_loading(spec: "ModuleSpec") -> None:
 
 
 def _call(function: str) -> None:
-    """Calls a function of hf_dlion; a process that can't have it may not need it."""
+    """Calls a function of hf_dlion. Prints a failure, because this process may not need it."""
     try:
         module = __import__("hf_dlion.launch.after_imports", fromlist=[function])
         getattr(module, function)()

@@ -40,8 +40,8 @@ def refuse(trainer: Trainer) -> None:
 def warn_about_timeout(args: TrainingArguments) -> None:
     """Warns on rank 0 if the process group has another timeout than the arguments ask for.
 
-    With `use_cpu`, transformers passes `ddp_timeout` to nobody; it also can't change a group that
-    was initialized before.
+    With `use_cpu`, transformers ignores `ddp_timeout`, and it can't change a group that already
+    exists.
     """
     default = type(args).__dataclass_fields__["ddp_timeout"].default
     if args.world_size == 1 or args.process_index or args.ddp_timeout == default:
@@ -62,8 +62,8 @@ def warn_about_other_optimizer(trainer: Trainer, optimizer: Any) -> None:
         )
 
 
-def prepare(lion: DistributedLion, trainer: Trainer) -> None:
-    """Names the optimizer's parameters and attaches it; warns if it has no votes to exchange.
+def attach(lion: DistributedLion, trainer: Trainer) -> None:
+    """Names the optimizer's parameters and attaches it. Warns if it has no votes to exchange.
 
     Raises what `refuse` and `attach` raise.
     """
