@@ -49,7 +49,7 @@ def loaded_state(
     if (momentum := saved.get("exp_avg")) is not None:
         # Without Infs and NaNs, which would decide the vote forever.
         most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
-        loaded["exp_avg"] = momentum.nan_to_num(0.0, most, -most).to(device, dtype)
+        loaded["exp_avg"] = momentum.nan_to_num(0.0).clamp_(-most, most).to(device, dtype)
     if isinstance(age := saved.get(AGE), Tensor):  # torch's flattened state has {} for none.
         loaded[AGE] = age.to(device, torch.int32, copy=True)
     return loaded
