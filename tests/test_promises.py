@@ -152,8 +152,7 @@ def test_a_second_optimizer_that_is_not_attached_is_missed_in_backward() -> None
     loss = model(torch.ones(1, 64)).sum()
     with pytest.raises(RuntimeError, match="attach the DistributedLion that has them"):
         loss.backward()
-    second.attach(model)
-    model(torch.ones(1, 64)).sum().backward()
+    assert second.steps == 0
 
 
 def normal(seed: int, rows: int) -> torch.Tensor:

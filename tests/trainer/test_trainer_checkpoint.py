@@ -184,7 +184,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_on_every_rank(
     tmp_path: Path, first: str, second: str, error: type[Exception]
 ) -> None:
     trained(tiny_args(tmp_path, optim=first, max_steps=2, save_every=2))
-    with pytest.raises(error, match="[Ll]oad the model's weights") as caught:
+    with pytest.raises(error, match="oad the model's weights") as caught:
         trained(tiny_args(tmp_path, optim=second), resume=f"{tmp_path}/checkpoint-2")
     assert agree(str(caught.value))
 
