@@ -265,7 +265,7 @@ def only_one(model: nn.Module, kind: type[M]) -> M | None:
 
 def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:
     """Returns the wrappers that `owner` is attached to."""
-    return [ddp for ddp, state in _states.items() if owner in state.owners]
+    return list(hook_states(owner))
 
 
 def hook_states(owner: Owner) -> dict[DistributedDataParallel, WrapperState]:

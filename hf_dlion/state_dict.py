@@ -25,6 +25,7 @@ from hf_dlion import fsdp
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.options import Groups, check_group, numbered
 
+# What every group of a state dict has. torch adds more to the optimizer's own defaults.
 _IN_GROUPS = ("step", "lr", "betas", "weight_decay")
 
 
@@ -80,7 +81,6 @@ class Loading:
         groups, states = state_dict["param_groups"], state_dict["state"]
         for group in groups:
             try:
-                # Not those of `lion.defaults`, to which torch adds some of its own.
                 if missing := [name for name in _IN_GROUPS if name not in group]:
                     raise ValueError(f"its groups have no {missing[0]!r}")
                 check_group(group)

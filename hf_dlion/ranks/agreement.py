@@ -125,7 +125,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a rank knows of gradients: after a header of all ranks or voters, else of its own.
+    """What a rank knows of gradients: after a header those of all ranks or voters, else its own.
 
     `present` tells by rank whether each trainable parameter has a gradient. Don't change its lists.
     `abstained` is the sum of `Report.abstained`.

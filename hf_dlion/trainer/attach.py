@@ -65,7 +65,7 @@ def warn_about_other_optimizer(trainer: Trainer, optimizer: Any) -> None:
 def attach(lion: DistributedLion, trainer: Trainer) -> None:
     """Names the optimizer's parameters and attaches it. Warns if it has no votes to exchange.
 
-    Raises what `refuse` and `attach` raise.
+    Raises what `refuse` and `DistributedLion.attach` raise.
     """
     refuse(trainer)
     warn_about_timeout(trainer.args)
