@@ -263,13 +263,8 @@ def only_one(model: nn.Module, kind: type[M]) -> M | None:
     return outermost[0] if outermost else None
 
 
-def attached_wrappers(owner: Owner) -> list[DistributedDataParallel]:
-    """Returns the wrappers that `owner` is attached to."""
-    return list(hook_states(owner))
-
-
 def hook_states(owner: Owner) -> dict[DistributedDataParallel, WrapperState]:
-    """Returns the states of the hooks of the wrappers that `owner` is attached to."""
+    """Returns the wrappers that `owner` is attached to, with the states of their hooks."""
     return {ddp: state for ddp, state in _states.items() if owner in state.owners}
 
 

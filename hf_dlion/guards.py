@@ -85,7 +85,7 @@ class Guards:
                 hook averages a parameter's gradient in the node, or did since the last step; or as
                 `Abstentions.check`.
         """
-        now = layout, len(ddp.attached_wrappers(self._owner))  # A wrapper may have been dropped.
+        now = layout, len(ddp.hook_states(self._owner))  # A wrapper may have been dropped.
         if self._attached != now:
             self._check_models()
             if self._options.local_group not in (None, 1) and ranks is not None:
@@ -103,7 +103,8 @@ class Guards:
         Raises:
             RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
         """
-        if ddp.wrapper_in(model) not in ddp.attached_wrappers(self._owner):
+        wrapper = ddp.wrapper_in(model)
+        if wrapper is not None and wrapper not in ddp.hook_states(self._owner):
             raise RuntimeError(
                 "attach() got another DDP wrapper between two exchanges of local steps. If it was "
                 "made since the last one, it holds rank 0's own weights on every rank. Call "
@@ -135,7 +136,7 @@ class Guards:
 
     def _check_hooks(self, ranks: Topology) -> None:
         local_group = self._options.local_group
-        if not ddp.attached_wrappers(self._owner):
+        if not ddp.hook_states(self._owner):
             raise RuntimeError(
                 f"local_group={local_group!r} needs optimizer.attach(ddp_model), "
                 f"whose hook averages gradients inside each node"
@@ -187,7 +188,7 @@ class Guards:
         if not self._compared_gradients or (step >= COMPARED_FROM and step.bit_count() == 1):
             self._compared_gradients = True
             # DDP may still average one of two models, so each side is compared by itself.
-            models = ddp.attached_wrappers(self._owner)
+            models = ddp.hook_states(self._owner)
             wrapped = {p for model in models for p in model.parameters()}
             sides: dict[bool, list[Tensor]] = {True: [], False: []}
             for slot in layout.slots:

@@ -186,7 +186,7 @@ class DistributedLion(torch.optim.Optimizer):
         self.options, self.process_group = options, process_group
         self.params = Params(self, options, replicate)
         self.local: LocalSteps | None = None
-        if options.vote_every > 1:
+        if options.vote_every > 1:  # It fills `local_states`, and `Params` fits them to the layout.
             self.local = LocalSteps(options.vote_every, self.params.local_states)
         self.peers = Peers(self.params, self.local, options, process_group, replicate)
         self.wire = self.peers.stats
@@ -555,7 +555,8 @@ class DistributedLion(torch.optim.Optimizer):
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["step"] = self.steps
+        # Not that of another optimizer, whose groups may have been passed.
+        group["step"] = self.steps if len(self.param_groups) > 1 else 0
         try:
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError("a parameter is in its group twice: pass each one once")
@@ -604,8 +605,8 @@ class DistributedLion(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        # Also if this rank loaded its own state, which it may have sent to the others.
         self.params.forget_layout()
+        # Between two periods also after its own state, which it may have sent to the other ranks.
         if self.local is not None and not (loading.is_own and self.local.states):
             self.local.reset()
         self.peers.note_load()

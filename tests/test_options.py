@@ -84,6 +84,11 @@ def test_a_bad_option_of_a_group_is_refused_and_the_group_not_added(
     assert len(optimizer.param_groups) == 1
 
 
+def test_groups_of_another_optimizer_bring_no_count_of_steps() -> None:
+    groups = [{"params": [filled(1.0)], "step": 5}, {"params": [filled(1.0)], "step": 7}]
+    assert [group["step"] for group in DistributedLion(groups).param_groups] == [0, 0]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"full_precision": "*norm*"}, {"momentum_sync": "*norm*", "momentum_sync_every": 1}],

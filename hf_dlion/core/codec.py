@@ -271,30 +271,14 @@ def compare(planes: Sequence[Tensor], total: int | Tensor) -> tuple[Tensor, Tens
         planes: Planes of the sum, int64, shape (W,) each, at least as many as `total` has bits.
         total: One number, or one per word, int64, shape (W,).
     """
-    # 2 * sum > total if sum > total // 2, and equal only if total is even.
-    bits: Sequence[int | Tensor]
-    if isinstance(total, int):
-        bits = [total >> j & 1 for j in range(total.bit_length())]
-    else:  # All ones or all zeros.
-        bits = [-(total >> j & 1) for j in range(len(planes))]
+    # Bits of the total as words of ones or zeros; those of 2 * sum are one place further left.
+    bits = [-(total >> j & 1) for j in range(len(planes) + 1)]
     greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
     for j in reversed(range(len(planes))):
-        digit, total_digit = planes[j], bits[j + 1] if j + 1 < len(bits) else 0
-        if isinstance(total_digit, Tensor):
-            differs = digit ^ total_digit
-            greater |= equal & digit & differs
-            equal &= ~differs
-        elif total_digit:
-            equal &= digit
-        else:
-            greater |= equal & digit
-            equal &= ~digit
-    odd = bits[0] if len(bits) else 0
-    if isinstance(odd, Tensor):
-        equal &= ~odd
-    elif odd:
-        equal.zero_()
-    return greater, equal
+        differs = planes[j] ^ bits[j + 1]
+        greater |= equal & planes[j] & differs
+        equal &= ~differs
+    return greater, equal & ~bits[0]
 
 
 @functools.lru_cache(maxsize=8)

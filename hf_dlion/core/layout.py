@@ -114,7 +114,7 @@ class Piece:
         """Returns one tensor of the slots in the piece's dtype: a view if possible, else scratch.
 
         Padding, and slots without the tensor, are zeros. A view, as of a large float32 tensor,
-        shares the slot's memory, so changing it changes the tensor before `write`.
+        shares the slot's memory: to change it is to change the tensor, and `write` does nothing.
         """
         if (tensor := self._whole(field)) is not None:
             return tensor[self.stretches[0].start : self.stretches[0].stop]
@@ -136,8 +136,8 @@ class Piece:
     ) -> None:
         """Writes back what `read` returned and was changed, which it rounds in place.
 
-        Does nothing if `read` returns a view, because the slot's tensor has changed already. If it
-        returns a copy, `flat` may be other memory. bfloat16 and float16 are rounded stochastically,
+        Does nothing if `read` returns a view, not even `without_infs`. Otherwise, `flat` may be
+        other memory than what `read` returned. bfloat16 and float16 are rounded stochastically,
         with the random bits that `random` returns, or to nearest without it. `without_infs` then
         writes the largest number in the place of an Inf.
         """

@@ -49,11 +49,14 @@ def apply_verdict(message: Message, verdict: Verdict, rule: Rule, context: StepC
 
 
 def plain_lion(messages: Iterable[Message], context: StepContext, *, exact: bool = False) -> None:
-    """Takes Lion's step without votes: v = sign(u), sign(0) = 0; see `direction`."""
+    """Takes Lion's step without votes: v = sign(u), sign(0) = 0.
+
+    With `exact`, ranks with equal gradients and momenta get equal results on all processors.
+    """
     for piece in (piece for message in messages for piece in message.pieces):
         if piece.has(Field.MOVING):
-            sign = direction(piece, context, exact=exact).sign_()
-            delta = sign.mul_(float(context.groups[piece.group]["lr"]))
+            u = exact_direction(piece, context) if exact else direction(piece, context)
+            delta = u.sign_().mul_(float(context.groups[piece.group]["lr"]))
             _decay_and_subtract(piece, delta, context)
 
 
@@ -107,31 +110,37 @@ def decay_of(slot: Slot) -> float:
 # What a rank sends.
 
 
-def direction(
-    piece: Piece, context: StepContext, *, advance: bool = True, exact: bool = False
-) -> Tensor:
+def direction(piece: Piece, context: StepContext, *, advance: bool = True) -> Tensor:
     """Returns a piece's u = beta1 * m + (1 - beta1) * g, in scratch memory, 0 in old rows.
 
     `advance` also updates the momentum with beta2. Processors may differ in the last bit, as in
-    torch.lerp. With `exact`, each operation rounds by itself, for ranks that must get the same u
-    and momentum.
+    torch.lerp.
     """
     beta1, beta2 = map(float, context.groups[piece.group]["betas"])
     g, m = piece.read(Field.GRAD, context.scratch), piece.read(Field.MOMENTUM, context.scratch)
-    u = piece.memory("direction", context.scratch)
-    if exact:
-        difference = g - m
-        torch.mul(difference, 1 - beta1, out=u).add_(m)
-    else:
-        torch.lerp(m, g, 1 - beta1, out=u)
+    u = torch.lerp(m, g, 1 - beta1, out=piece.memory("direction", context.scratch))
     if advance:
-        if exact:
-            m.add_(difference.mul_(1 - beta2))
-        else:
-            m.lerp_(g, 1 - beta2)
-        # An Inf that rounding to 16 bits makes would decide the vote forever.
-        random = partial(context.random, MOMENTA + context.voter)
-        piece.write(Field.MOMENTUM, m, random, without_infs=True)
+        _write_momentum(piece, m.lerp_(g, 1 - beta2), context)
+    return _without_old_rows(piece, u)
+
+
+def exact_direction(piece: Piece, context: StepContext) -> Tensor:
+    """Returns u and updates the momentum, as `direction`, but each operation rounds by itself."""
+    beta1, beta2 = map(float, context.groups[piece.group]["betas"])
+    g, m = piece.read(Field.GRAD, context.scratch), piece.read(Field.MOMENTUM, context.scratch)
+    difference, u = g - m, piece.memory("direction", context.scratch)
+    torch.mul(difference, 1 - beta1, out=u).add_(m)
+    _write_momentum(piece, m.add_(difference.mul_(1 - beta2)), context)
+    return _without_old_rows(piece, u)
+
+
+def _write_momentum(piece: Piece, m: Tensor, context: StepContext) -> None:
+    # An Inf that rounding to 16 bits makes would decide the vote forever.
+    random = partial(context.random, MOMENTA + context.voter)
+    piece.write(Field.MOMENTUM, m, random, without_infs=True)
+
+
+def _without_old_rows(piece: Piece, u: Tensor) -> Tensor:
     for slot, start, stop, at in piece.stretches:
         if slot.old is not None and slot.grad is not None:
             silence(u[at : at + stop - start], start, slot.old, slot.size // slot.old.numel())

@@ -65,10 +65,10 @@ class Scale:
     def set_magnitudes(self, slots: Sequence[Slot], by_voter: Iterable[Sequence[float]]) -> None:
         """Sets each slot's magnitude to a, from the `amounts` of each voter.
 
-        The mean over voters leaves out those whose amount is 0, which abstain.
+        The mean over voters leaves out those whose amount is 0, which abstain, or isn't finite.
         """
         for slot, amounts in zip(slots, zip(*by_voter, strict=True), strict=True):
-            positive = [amount for amount in amounts if amount > 0.0]
+            positive = [amount for amount in amounts if 0.0 < amount < math.inf]
             if self.of_largest:
                 amount = max(positive, default=0.0)
             else:

@@ -104,8 +104,8 @@ class LocalState:
 class Slot:
     """A trainable tensor of this rank. Its tensors are flat, in memory order, and local parts.
 
-    The layout depends on the first attributes, which are equal on all voters. The others are those
-    of the step.
+    The layout depends on the attributes up to `name`, which are equal on all voters. The others are
+    those of the step.
 
     Attributes:
         size: Number of elements.
@@ -113,6 +113,8 @@ class Slot:
         group: Index of the parameter group.
         full_precision: Whether its gradient is averaged instead of voted on.
         synced: Whether the voters average momenta of it that differ.
+        largest_part: Number of elements of the largest rank's part, equal on all ranks.
+        name: Name of the parameter.
         param: The model's parameter, a DTensor with FSDP2.
         part: This rank's part of the parameter, with its shape.
         p: The weights in the model, `part` in memory order.
@@ -125,7 +127,6 @@ class Slot:
         magnitude: The number a to which codes are relative, if the tensor has one.
         mean: Mean over the voters of what `full_precision` averages.
         state: The optimizer's state of the parameter, once the step has its momentum.
-        largest_part: Number of elements of the largest rank's part, equal on all ranks.
     """
 
     size: int
@@ -135,6 +136,7 @@ class Slot:
     device: torch.device
     full_precision: bool = False
     synced: bool = False
+    largest_part: int = 0
     name: str = ""
     param: Tensor = NO_TENSOR
     part: Tensor = NO_TENSOR
@@ -148,7 +150,6 @@ class Slot:
     magnitude: float | Tensor = 0.0
     mean: Tensor | None = None
     state: dict[str, Any] = field(default_factory=dict)
-    largest_part: int = 0
 
     @classmethod
     def of(cls, param: Tensor, group: int, part: Tensor | None = None) -> Slot:
@@ -181,13 +182,6 @@ class Slot:
         return flat_view(self.local.compensation)
 
     @property
-    def displacement(self) -> Tensor | None:
-        """How far this rank's weights are from the anchor, x - p, or x - p - c in float32."""
-        if (x := self.anchor) is None or (c := self.compensation) is None:
-            return None if x is None else x - self.p
-        return x.float().sub_(self.p).sub_(c)
-
-    @property
     def moved_in_period(self) -> bool:
         """Whether this rank has a gradient now, or had a finite one in the period."""
         return self.grad is not None or (self.local is not None and self.local.used)
@@ -215,5 +209,4 @@ class Field(enum.StrEnum):
     MOVING = "moving"
     ANCHOR = "anchor"
     COMPENSATION = "compensation"
-    DISPLACEMENT = "displacement"
     MEAN = "mean"

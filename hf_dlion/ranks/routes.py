@@ -55,6 +55,14 @@ def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, plane
     return 8 * (ranks - 1) * (-(-rows // WORD) + (bits + planes) * -(-words // ranks))
 
 
+def bytes_per_word(rule: Rule, bits: int, ranks: int) -> float:
+    """Returns the bytes that a rank sends for each word of a long message, by the better route."""
+    size = partial(
+        wire_bytes, ranks=ranks, words=ranks, rows=0, bits=bits, planes=rule.plane_count
+    )  # fmt: skip
+    return min(size("gather"), size("two_phase")) / ranks
+
+
 def verdict_of(
     votes: Votes, rule: Rule, context: StepContext, ranks: Topology
 ) -> Generator[None, None, Verdict]:

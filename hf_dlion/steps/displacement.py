@@ -78,7 +78,7 @@ def average_displacements(
         tasks.append(average_message(message, scale, source, move, context, ranks))
     in_lockstep(tasks)
     # Tensors of `full_precision` are averaged without votes.
-    set_means(layout, Field.DISPLACEMENT, [voters.world_size] * len(layout.slots), voters)
+    set_means(layout, _whole_displacement, [voters.world_size] * len(layout.slots), voters)
     stats.lap("exchange_s", layout.device)
     for piece in (piece for message in layout.averaged_messages for piece in message.pieces):
         if piece.has(Field.MOVING):
@@ -191,6 +191,13 @@ def displacement(piece: Piece, context: StepContext) -> Tensor:
     x, p = piece.read(Field.ANCHOR, context.scratch), piece.read(Field.MOVING, context.scratch)
     w = torch.sub(x, p, out=piece.memory("direction", context.scratch))
     return w.sub_(piece.read(Field.COMPENSATION, context.scratch)) if piece.is_low else w
+
+
+def _whole_displacement(slot: Slot) -> Tensor | None:
+    """Returns the same for all of a slot, if it moves."""
+    if (x := slot.anchor) is None or (c := slot.compensation) is None:
+        return None if x is None else x - slot.p
+    return x.float().sub_(slot.p).sub_(c)
 
 
 def move_by_mean(stats: WireStats, message: Message, mean: Mean) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.idle_rows import AGE, survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.lion import plain_lion
-from hf_dlion.core.slot import Field, Slot
+from hf_dlion.core.slot import Slot
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.compare import fingerprints
 from hf_dlion.ranks.wire import Wire, digest
@@ -29,7 +30,7 @@ def step_in_full_precision(
     slots = [slot for slot in layout.slots if slot.full_precision]
     if not equal:
         _equalize(slots, wire)
-    set_means(layout, Field.GRAD, agreed.gradient_counts, wire)
+    set_means(layout, attrgetter("grad"), agreed.gradient_counts, wire)
     for slot in slots:
         slot.grad = slot.mean
         if slot.grad is None:

@@ -31,14 +31,16 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.displacement import average_displacements
 
 # `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
-# the largest number that was tried in more than one period (docs/results.md).
-LOCAL_SHARE, MOST_STEPS = 0.1, 64
+# the largest number that was tried with an LLM (docs/results.md).
+LOCAL_SHARE, MOST_STEPS = 0.1, 32
+# From so many voters on, averaged momenta are advised (docs/guides/hyperparameters.md).
+MOMENTA_FROM = 4
 
 
 def vote_every_for(step_s: float, exchange_s: float) -> int:
     """Returns the smallest power of two k for which an exchange takes at most 10% of k steps.
 
-    It is at most 64. `step_s` is the time of a step without exchange.
+    It is at most 32. `step_s` is the time of a step without exchange.
     """
     steps = exchange_s / (LOCAL_SHARE * step_s)
     return min(1 << math.ceil(math.log2(max(steps, 1.0))), MOST_STEPS)
@@ -58,7 +60,8 @@ class LocalSteps:
     def __init__(self, vote_every: int, states: dict[Tensor, LocalState]) -> None:
         """Begins before the first period; `states` is empty, and filled here."""
         self.vote_every, self.states = vote_every, states
-        self._met: Layout | None = None  # The layout with which the ranks have met.
+        # The layout of the last local step. At another one, a local step begins with a header.
+        self._known: Layout | None = None
         self.reset()
 
     def reset(self, exchanges: int = 0) -> None:
@@ -80,12 +83,12 @@ class LocalSteps:
         """Returns what all ranks do next; at a new layout, a local step begins with a header."""
         if self.period.steps + 1 >= self.vote_every:
             return Kind.EXCHANGE
-        # `step` notes a meeting, so a voter that is alone takes a plain step every time.
-        return Kind.LOCAL_STEP if layout is self._met else Kind.STEP
+        # A single voter takes plain steps, after which no layout is known, so all have a header.
+        return Kind.LOCAL_STEP if layout is self._known else Kind.STEP
 
     def forget_meeting(self) -> None:
         """Makes the next step begin with a header."""
-        self._met = None
+        self._known = None
 
     def period_with_step(self, groups: Groups, *, abstains: bool) -> Period:
         """Returns the period with the step that begins, from which this rank may abstain.
@@ -121,7 +124,7 @@ class LocalSteps:
             slot.moves = slot.grad is not None
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        self.period, self._met = period, layout
+        self.period, self._known = period, layout
 
     def exchange(
         self,

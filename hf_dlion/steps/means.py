@@ -13,7 +13,7 @@ from hf_dlion.core.layout import Layout, Message
 from hf_dlion.core.lion import Source, encode
 from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.rule import Average
-from hf_dlion.core.slot import Field
+from hf_dlion.core.slot import Slot
 from hf_dlion.ranks.routes import Task, verdict_of
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import Wire
@@ -40,11 +40,13 @@ def average_message(
     stats.lap("apply_s", message.device)
 
 
-def set_means(layout: Layout, field: Field, divisors: Sequence[int], wire: Wire) -> None:
-    """Sets the slots' means: a tensor's sum over the voters, divided by the slot's divisor.
+def set_means(
+    layout: Layout, source: Callable[[Slot], Tensor | None], divisors: Sequence[int], wire: Wire
+) -> None:
+    """Sets the slots' means: the sum of `source` over the voters, divided by the slot's divisor.
 
-    Every voter must call this. A tensor of None counts as zeros. Means are flat, float64 for
-    float64 parameters, else float32. They are None for slots that don't move.
+    Every voter must call this. `source` returns a flat tensor, and None counts as zeros. Means are
+    flat, float64 for float64 parameters, else float32. They are None for slots that don't move.
     """
     for slot in layout.slots:
         if slot.full_precision:
@@ -52,7 +54,7 @@ def set_means(layout: Layout, field: Field, divisors: Sequence[int], wire: Wire)
             if slot.moves:
                 wide = torch.promote_types(slot.dtype, torch.float32)
                 slot.mean = torch.zeros_like(slot.p, dtype=wide)
-                if (tensor := slot.get(field)) is not None:
+                if (tensor := source(slot)) is not None:
                     slot.mean.copy_(tensor)
     for message in layout.averaged_messages:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

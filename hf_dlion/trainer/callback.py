@@ -16,11 +16,13 @@ from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
 from hf_dlion.checkpoint import find_lion
+from hf_dlion.core.rule import Average, rule_of
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.header import Disagreement
+from hf_dlion.ranks.routes import bytes_per_word
 from hf_dlion.ranks.stats import WireStats
-from hf_dlion.steps.local import LOCAL_SHARE, vote_every_for
+from hf_dlion.steps.local import LOCAL_SHARE, MOMENTA_FROM, vote_every_for
 from hf_dlion.trainer.attach import attach, warn_about_other_optimizer
 
 logger = logging.get_logger(__name__)
@@ -140,15 +142,11 @@ class DistributedLionCallback(TrainerCallback):
             # Medians, because evaluations and saves lie between some steps.
             step_s, exchange_s = map(statistics.median, zip(*self._times, strict=True))
             if exchange_s > LOCAL_SHARE * step_s:
-                # An exchange of local steps sends more bits.
-                ended_s = exchange_s * LOCAL_BITS / lion.options.bits
-                vote_every = max(vote_every_for(step_s - exchange_s, ended_s), 2)
-                share = ended_s / (ended_s + vote_every * (step_s - exchange_s))
+                options, share = _vote_every(lion, step_s - exchange_s, exchange_s)
                 logger.warning_once(
                     f"a step takes {1e3 * step_s:.0f} ms, {1e3 * exchange_s:.0f} ms of them for "
-                    f"the exchange (medians of {MEASURED_STEPS} steps). With vote_every="
-                    f"{vote_every}, exchanges of {LOCAL_BITS} bits would take about {share:.0%} of "
-                    f"the time"
+                    f"the exchange (medians of {MEASURED_STEPS} steps). With optim_args="
+                    f"{options!r}, exchanges would take about {share:.0%} of the time"
                 )
 
     def on_train_end(
@@ -202,6 +200,22 @@ class DistributedLionCallback(TrainerCallback):
         # Trainer appends a copy of `logs` to the history before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:
             state.log_history[-1].update(entries)
+
+
+def _vote_every(lion: DistributedLion, work_s: float, exchange_s: float) -> tuple[str, float]:
+    """Returns the options that would save time, and the share of it that exchanges then take.
+
+    `work_s` and `exchange_s` are seconds of a step's own work, and of its exchange of votes.
+    """
+    voters, bits = lion.peers.voter_count, lion.options.bits or 1
+    local = bytes_per_word(Average(voters, LOCAL_BITS), LOCAL_BITS, voters)
+    exchange_s *= local / bytes_per_word(rule_of(lion.options, voters), bits, voters)
+    momenta = ""
+    if voters >= MOMENTA_FROM:  # As many bits again.
+        exchange_s, momenta = 2 * exchange_s, ",momentum_sync_every=1"
+    vote_every = max(vote_every_for(work_s, exchange_s), 2)
+    share = exchange_s / (exchange_s + vote_every * work_s)
+    return f"vote_every={vote_every}{momenta}", share
 
 
 def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) -> None:

@@ -117,22 +117,22 @@ def test_the_predicted_bytes_are_those_that_leave_a_node_in_a_step(
 def test_as_many_local_steps_are_planned_as_hide_the_exchange(
     ranks: int, place: int, faster: int
 ) -> None:
-    """The chosen number, if not 64, hides all but a tenth; half as many don't.
+    """The chosen number, if not 32, hides all but a tenth; half as many don't.
 
     With four ranks, the exchange averages momenta, too.
     """
     chosen = []
-    for rate in (1e9, 3e8, 1e8):
+    for rate in (1e9, 6e8, 2e8):
         case = a_case(ranks=ranks, link=Link(bits_per_s=rate * faster))
         name, own = list(predict(case).items())[place]
         every = int(re.findall(r"vote_every=(\d+)", name)[0])
         alone = CPU.compute_s + case.work_s("survey") + case.work_s("local step")
-        assert every == 64 or own.step_s - alone <= 0.1 * alone
+        assert every == 32 or own.step_s - alone <= 0.1 * alone
         half = list(predict(replace(case, vote_every=every // 2)).values())[place]
         assert every == 2 or half.step_s - alone > 0.1 * alone
         chosen.append(every)
     assert chosen == sorted(chosen)
-    assert chosen[0] < chosen[1] < chosen[2]
+    assert chosen[0] < chosen[2]
     # An anchor in addition to the momentum: as much as AdamW, which also fills DDP's buckets.
     found = predict(a_case())
     assert [own.memory_bytes for own in list(found.values())[-2:]] == 2 * [

@@ -185,6 +185,8 @@ def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     ddp = DistributedDataParallel(model)  # gives rank 1 the own weights of rank 0
     with pytest.raises(RuntimeError, match=r"got another DDP wrapper between two exchanges"):
         optimizer.attach(ddp)
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        optimizer.attach(model)
     optimizer.detach()
     model[0].weight.data[0, 0] = rank
     with pytest.raises(Disagreement, match=r"parameters, first in '0\.weight'"):

@@ -13,9 +13,11 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hf_dlion.trainer.callback as callback
+from hf_dlion.peers import Peers
 from hf_dlion.ranks.wire import Pending
 from hf_dlion.steps.local import LocalSteps, vote_every_for
 from tests.support.spawn import on_ranks
+from tests.support.steps import single
 from tests.support.tiny import (
     At,
     logged,
@@ -527,12 +529,28 @@ def test_an_exchange_above_a_tenth_is_logged_once_with_what_would_hide_it(
     with logged() as messages, limit, mock.patch.object(Pending, "wait", slow):
         for steps in (52, 49):
             trained(tiny_args(tmp_path, max_steps=steps, logging_steps=100))
-    hints = [text for text in messages if "vote_every" in text]
+    hints = [text for text in messages if "vote_every=" in text]
     assert ["medians of 50 steps" in text for text in hints] == [True] * (rank == 0 and share < 1)
+
+
+@pytest.mark.parametrize(
+    ("voters", "times", "momenta"), [(2, 4, ""), (8, 2 * 5.5, ",momentum_sync_every=1")]
+)
+def test_the_log_proposes_what_the_bytes_of_local_steps_need(
+    voters: int, times: float, momenta: str
+) -> None:
+    # An exchange between two ranks sends 4 bits instead of 1; between eight 4 and a sum of 7 bits
+    # instead of 1 and 1, and as much for momenta.
+    _, lion = single()
+    with mock.patch.object(Peers, "voter_count", voters):
+        options, share = callback._vote_every(lion, 1.0, 0.1)
+    assert options == f"vote_every={4 if voters == 2 else 16}{momenta}"
+    ended_s, every = 0.1 * times, int(options.split("=")[1].split(",")[0])
+    assert share == pytest.approx(ended_s / (ended_s + every))
 
 
 def test_the_advised_period_makes_the_exchange_a_tenth_of_the_step() -> None:
     # 10 ms of exchange are 10% of a step of 100 ms; more need more steps.
     pairs = [(0.1, 0.01), (0.1, 0.011), (0.1, 0.021), (0.1, 0.1), (1.0, 1.0), (0.1, 0.0)]
     assert [vote_every_for(*pair) for pair in pairs] == [1, 2, 4, 16, 16, 1]
-    assert vote_every_for(0.1, 10.0) == 64
+    assert vote_every_for(0.1, 10.0) == 32

@@ -23,7 +23,7 @@ from hf_dlion.core.slot import Slot
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import wire_bytes
-from hf_dlion.steps.local import vote_every_for
+from hf_dlion.steps.local import MOMENTA_FROM, vote_every_for
 
 # Backward computes two products for each one of forward.
 FORWARD_SHARE = 1 / 3
@@ -32,9 +32,8 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 NODE = f'{DLION}, local_group="node"'
-# Ends the name of local steps whose exchanges also average momenta (`momentum_sync_every=1`), which
-# are advised from so many voters on (docs/guides/hyperparameters.md).
-WITH_MOMENTA, MOMENTA_FROM = " and momenta", 4
+# Ends the name of local steps whose exchanges also average momenta (`momentum_sync_every=1`).
+WITH_MOMENTA = " and momenta"
 
 # Bytes that a rank sends in a step, and the seconds of the step by part.
 Cost = tuple[int, dict[str, float]]
