@@ -88,7 +88,7 @@ def _parser() -> Parser:
     about = "Train with Distributed Lion, check a setup for it, or predict whether it pays."
     parser = Parser(prog="hf-dlion", description=about, epilog=_EXAMPLES)
     parser.add_argument(
-        "--version", action="version", version=f"hf-dlion {__version__}", help="Print the version."
+        "--version", action="version", version=f"hf-dlion {__version__}", help="Print the version and exit."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     summary = 'Run a command in whose Python processes optim="dlion" is a valid name.'
@@ -110,7 +110,7 @@ def _add_options_of_plan(plan: Parser) -> None:
     add("model", arguments.model, "MODEL", "Parameter count such as 7b, model folder, or hub name.")
     card = "Rate of a node's network card, such as 100mbit, 1gbit, or 25g (required)."
     add("--link", arguments.rate, "RATE", card, required=True)
-    add("--ranks", positive, "N", "Number of ranks (default: those of two nodes).")
+    add("--ranks", positive, "N", "Number of ranks (default: two nodes).")
     add("--ranks-per-node", positive, "L", "Ranks per node (default: --shard).")
     shard = "Ranks of a node that shard a model with FSDP2 (default: 1, DDP)."
     add("--shard", positive, "L", shard, default=1)
