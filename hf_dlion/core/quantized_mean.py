@@ -41,7 +41,11 @@ class Scale:
     factor: float
 
     def unit(self, slot: Slot) -> float:
-        """Returns the unit of a tensor's levels, of which the largest is 1, 3, 14, or 254."""
+        """Returns the unit of a tensor's levels.
+
+        With 1, 2, 4, and 8 bits, the largest level is 1, 3, 14, and 254 units: a, 2.25 a, 2 a, and
+        2 a.
+        """
         a = float(slot.magnitude)
         return {1: a, 2: 0.75 * a, 4: a / 7, 8: a / 127}[self.bits]
 

@@ -29,7 +29,7 @@ from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.means import average_message, set_means
 
 # Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
-# where 2 to 8 bits have a level.
+# which is the largest level of 2 to 8 bits.
 SCALES = {
     1: Scale(1, of_largest=False, factor=1.0),
     2: Scale(2, of_largest=True, factor=4 / 9),
