@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from hf_dlion.ddp import _check_step, attach, attached_wrappers, detach, introduce
+from hf_dlion.ddp import _check_step, attach, detach, hook_states, introduce
 from tests.support.spawn import on_ranks
 from tests.support.training import error_of, everyones, is_equal_everywhere
 
@@ -204,7 +204,7 @@ def test_a_wrapper_without_owners_averages(rank: int, how: str) -> None:
             ddp(inputs(rank, 0))
         ddp.module.interrupted = False
     detach(owner)
-    assert attached_wrappers(owner) == []
+    assert hook_states(owner) == {}
     for step in range(3):
         assert averages(ddp, rank, step)
     if how == "attached again":
@@ -349,7 +349,7 @@ def test_optimizers_share_a_wrapper_or_take_over(rank: int, norm: bool) -> None:
     assert is_local(ddp, rank, 1)
     assert [error_of(owner.step) for owner in owners[:2]] == ["", ""]
     attach(ddp, owners[2])
-    assert [attached_wrappers(owner) == [ddp] for owner in owners] == [False, True, True]
+    assert [list(hook_states(owner)) == [ddp] for owner in owners] == [False, True, True]
     assert is_local(ddp, rank, 2)
     refused, *others = [error_of(owner.step) for owner in owners]
     assert "Owner would step" in refused
@@ -380,7 +380,7 @@ def test_a_wrapper_of_compiled_regions_is_attached_itself(rank: int) -> None:
     ddp.__dict__["_orig_mod"] = DistributedDataParallel(Model())
     owner = Owner(ddp.parameters())
     attach(ddp, owner)
-    assert attached_wrappers(owner) == [ddp]
+    assert list(hook_states(owner)) == [ddp]
     assert is_local(ddp, rank)
 
 
@@ -402,12 +402,12 @@ def test_the_only_wrapper_in_other_modules_is_attached_and_several_are_refused(r
     ):
         owner = Owner(ddp.parameters())
         attach(around(ddp), owner)
-        assert attached_wrappers(owner) == [ddp]
+        assert list(hook_states(owner)) == [ddp]
         assert is_local(ddp, rank)
         detach(owner)
     said = error_of(attach, Outer(ddp, other), owner)
     assert said.startswith("ValueError: Outer has 2 modules of class DistributedDataParallel")
-    assert attached_wrappers(owner) == []
+    assert hook_states(owner) == {}
 
 
 REFUSED = {
@@ -442,7 +442,7 @@ def test_attach_refuses_an_unsupported_wrapper(rank: int, what: str) -> None:
         owner = Owner(held.parameters(), process_group=alone)
         found = error_of(attach, model if what == "no wrapper" else ddp, owner)
     assert found.startswith(REFUSED[what])
-    assert attached_wrappers(owner) == []
+    assert hook_states(owner) == {}
     if what not in ("delayed", "python reducer"):
         assert ddp.require_backward_grad_sync is True
 
