@@ -88,7 +88,10 @@ def _parser() -> Parser:
     about = "Train with Distributed Lion, check a setup for it, or predict whether it pays."
     parser = Parser(prog="hf-dlion", description=about, epilog=_EXAMPLES)
     parser.add_argument(
-        "--version", action="version", version=f"hf-dlion {__version__}", help="Print the version and exit."
+        "--version",
+        action="version",
+        version=f"hf-dlion {__version__}",
+        help="Print the version and exit.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     summary = 'Run a command in whose Python processes optim="dlion" is a valid name.'
