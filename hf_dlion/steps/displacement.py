@@ -194,7 +194,7 @@ def displacement(piece: Piece, context: StepContext) -> Tensor:
 
 
 def _whole_displacement(slot: Slot) -> Tensor | None:
-    """Returns the same for all of a slot, if it moves."""
+    """Returns the displacement of a complete slot, flat, if it moves."""
     if (x := slot.anchor) is None or (c := slot.compensation) is None:
         return None if x is None else x - slot.p
     return x.float().sub_(slot.p).sub_(c)
