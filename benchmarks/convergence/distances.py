@@ -34,10 +34,13 @@ def table(
     betas: Sequence[tuple[float, float]],
     steps: int,
 ) -> list[list[str]]:
-    """Returns the rows, the first one with titles; a setting without records is an empty cell."""
+    """Returns the rows, the first one with titles; a setting without records is an empty cell.
+
+    The last column has the bytes of the first number of workers.
+    """
     columns = list(itertools.product(workers, betas))
     titles = [f"{n} ranks" + f", {pair}" * (len(betas) > 1) for n, pair in columns]
-    rows = [["", *titles, "bytes per step"]]
+    rows = [["", *titles, f"bytes per step, {workers[0]} ranks"]]
     references = {n: best(records, methods[0], workers=n, steps=steps) for n in workers}
     for method in methods:
         lion = method_of(method).family == "lion"
@@ -52,7 +55,8 @@ def table(
             _cell(result, references[n]) if result else ""
             for result, (n, _) in zip(found, columns, strict=True)
         ]
-        sent = next((f"{result.average('bytes_per_step'):,.0f}" for result in found if result), "")
+        of_first = [result for result in found[: len(betas)] if result]
+        sent = f"{of_first[0].average('bytes_per_step'):,.0f}" if of_first else ""
         rows.append([method_of(method).title, *cells, sent])
     return rows
 

@@ -158,7 +158,7 @@ def test_a_table_has_the_distances_at_the_best_of_the_tried_rates(
     words = [str(file), "--workers", "2", "--steps", "9", "--methods", "adamw"]
     assert distances.main([*words, "lion", "majority", "bits4"]) == 0
     titles, _, *rows = capsys.readouterr().out.splitlines()
-    assert titles == "|  | 2 ranks | bytes per step |"
+    assert titles == "|  | 2 ranks | bytes per step, 2 ranks |"
     assert rows == [
         "| DDP fp32, AdamW | 3.100 ± 0.141 (1e-2)* | 1,234 |",  # of those with most seeds
         "| Lion on the mean gradient | +0.100 (2e-3) | 1,234 |",  # real ranks and others
