@@ -271,14 +271,13 @@ def compare(planes: Sequence[Tensor], total: int | Tensor) -> tuple[Tensor, Tens
         planes: Planes of the sum, int64, shape (W,) each, at least as many as `total` has bits.
         total: One number, or one per word, int64, shape (W,).
     """
-    # Bits of the total as words of ones or zeros; those of 2 * sum are one place further left.
-    bits = [-(total >> j & 1) for j in range(len(planes) + 1)]
+    # Words of ones where a bit of the total is 0. Bits of 2 * sum are one place further left.
+    zeros = [(total >> j & 1) - 1 for j in range(len(planes) + 1)]
     greater, equal = torch.zeros_like(planes[0]), torch.full_like(planes[0], -1)
     for j in reversed(range(len(planes))):
-        differs = planes[j] ^ bits[j + 1]
-        greater |= equal & planes[j] & differs
-        equal &= ~differs
-    return greater, equal & ~bits[0]
+        greater |= equal & planes[j] & zeros[j + 1]
+        equal &= planes[j] ^ zeros[j + 1]
+    return greater, equal & zeros[0]
 
 
 @functools.lru_cache(maxsize=8)
