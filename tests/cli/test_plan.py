@@ -113,9 +113,11 @@ def test_the_predicted_bytes_are_those_that_leave_a_node_in_a_step(
     assert optimizer.wire.last_bytes_sent // every == predict(case)[name].wire_bytes
 
 
-@pytest.mark.parametrize(("ranks", "place", "faster"), [(2, -2, 1), (4, -1, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "place", "faster", "expected"), [(2, -2, 1, [8, 16, 32]), (4, -1, 4, [16, 16, 32])]
+)
 def test_as_many_local_steps_are_planned_as_hide_the_exchange(
-    ranks: int, place: int, faster: int
+    ranks: int, place: int, faster: int, expected: list[int]
 ) -> None:
     """The chosen number, if not 32, hides all but a tenth; half as many don't.
 
@@ -131,8 +133,7 @@ def test_as_many_local_steps_are_planned_as_hide_the_exchange(
         half = list(predict(replace(case, vote_every=every // 2)).values())[place]
         assert every == 2 or half.step_s - alone > 0.1 * alone
         chosen.append(every)
-    assert chosen == sorted(chosen)
-    assert chosen[0] < chosen[2]
+    assert chosen == expected
     # An anchor in addition to the momentum: as much as AdamW, which also fills DDP's buckets.
     found = predict(a_case())
     assert [own.memory_bytes for own in list(found.values())[-2:]] == 2 * [
