@@ -44,13 +44,14 @@ def pools() -> Iterator[RankPools]:
         yield pools
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Leaves tests that need processes to the full tier, unless they are marked `smoke`."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if "multiproc" in marks and "smoke" not in marks:
             item.add_marker("full")
+    yield  # -m selects
     items[:] = _longest_first(items)
 
 

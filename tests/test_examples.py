@@ -143,7 +143,7 @@ def test_accelerate_loop_learns(tmp_path):
 @pytest.mark.parametrize(
     ("name", "ranks", "flag", "half", "end"),
     [
-        pytest.param("ddp_loop", 2, "--steps", "100", "200", marks=pytest.mark.oldest),
+        ("ddp_loop", 2, "--steps", "100", "200"),
         pytest.param("fsdp2_loop", 4, "--steps", "100", "200", marks=pytest.mark.long),
         pytest.param("accelerate_loop", 2, "--epochs", "1", "2", marks=pytest.mark.long),
     ],

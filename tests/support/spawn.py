@@ -61,7 +61,9 @@ if sys.platform == "linux":
 FORKS = multiprocessing.get_context("forkserver")
 # What the fork server imports once, so that a new rank starts in milliseconds. torch._dynamo is
 # here because the first optimizer made in a process imports it.
-PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "pytest"]
+PRELOAD = ["pytest", "hf_dlion.checkpoint", "torch._dynamo", "torch.distributed.fsdp"]
+if not torch.cuda.is_available():  # Imports may start CUDA, which no fork survives.
+    PRELOAD += ["transformers.trainer", "transformers.models.llama.modeling_llama"]
 
 # Seconds that the other ranks get to end with their own error after one rank has failed.
 GRACE_S = 5.0
@@ -141,12 +143,8 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        FORKS.set_forkserver_preload(PRELOAD)
-        with mock.patch.dict(os.environ, RANK_ENV):
-            # The server hands its environment down to every rank, so it must start inside.
-            multiprocessing.forkserver.ensure_running()
-            ranks = range(self.world_size)
-            self._workers = [_Worker(rank, self.world_size, self._folder) for rank in ranks]
+        ranks = range(self.world_size)
+        self._workers = [_Worker(rank, self.world_size, self._folder) for rank in ranks]
 
     def _fail(self, head: str, failures: dict[int, str]) -> NoReturn:
         parts = [
@@ -163,6 +161,17 @@ class RankPool:
             worker.connection.close()
         self._workers = []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def forked(function: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    """Starts a process that calls a function, which it finds with what `PRELOAD` imports."""
+    FORKS.set_forkserver_preload(PRELOAD)
+    with mock.patch.dict(os.environ, RANK_ENV):
+        # The server hands its environment down to every process, so it must start inside.
+        multiprocessing.forkserver.ensure_running()
+        process = FORKS.Process(target=function, args=args, daemon=True)
+        process.start()
+    return process
 
 
 class RankPools(dict[int, RankPool]):
@@ -278,10 +287,7 @@ class _Worker:
         self._log = Path(folder, f"rank{rank}.log")
         self._log.touch()
         self._seen = 0
-        self.process = FORKS.Process(
-            target=_serve, args=(rank, world_size, folder, theirs), name=f"rank{rank}", daemon=True
-        )
-        self.process.start()
+        self.process = forked(_serve, rank, world_size, folder, theirs)
         # Only then does the end of the child show as the end of the pipe.
         theirs.close()
 

@@ -27,8 +27,8 @@ SCRIPT, COMMANDS = (
 )
 SETTINGS, RUN, *LINES = COMMANDS.splitlines()
 
-# Runs the script of the page. Rank 1 may kill itself once, a rank alone waits for another one, and
-# each rank notes where it begins and with what it ends.
+# Runs the script of the page. Rank 1 kills itself in the named places in turn, a rank alone waits
+# for another one, and each rank notes where it begins and with what it ends.
 KILLER = """
 import hashlib, os, runpy, signal, sys, time
 from pathlib import Path
@@ -36,12 +36,13 @@ from pathlib import Path
 import hf_dlion.checkpoint.momentum_file
 from transformers import Trainer, TrainerCallback
 
-WHERE, RANK, RANKS = sys.argv[1], os.environ["RANK"], os.environ["WORLD_SIZE"]
+PLACES, RANK, RANKS = sys.argv[1].split(), os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
 def die(*_, **__):
-    Path("died").touch()
-    if WHERE == "node":
+    with open("died", "a") as file:
+        file.write("once ")
+    if "node" in PLACES:
         os.kill(os.getppid(), signal.SIGKILL)  # torchrun
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,12 +53,13 @@ class Note(TrainerCallback):
             file.write(f"{state.global_step} ")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if RANK == "1" and not Path("died").exists():
-            if WHERE == "save" and state.global_step == 10:
+        deaths = len(Path("died").read_text().split()) if Path("died").exists() else 0
+        if RANK == "1" and deaths < len(PLACES):
+            if PLACES[deaths] == "save" and state.global_step == 10:
                 hf_dlion.checkpoint.momentum_file.save_file = die
-            if WHERE in ("step", "node") and state.global_step == 13:
+            if PLACES[deaths] in ("step", "node") and state.global_step == 13:
                 die()
-        if RANKS == "1" and state.global_step == (17 if Path("died").exists() else 1):
+        if RANKS == "1" and state.global_step == (17 if deaths else 1):
             Path("alone").write_text(str(state.global_step))
             time.sleep(300)  # until a node joins, and torchrun ends this rank
 
@@ -91,7 +93,7 @@ def folder_for(path: Path) -> Path:
 
 
 def run_line(
-    folder: Path, port: str, changes: dict[str, str], where: str, node: int, options: str = ""
+    folder: Path, port: str, changes: dict[str, str], places: str, node: int, options: str = ""
 ) -> CompletedProcess[str]:
     """Runs the page's line for a node, with changes; a node is a torchrun of this machine."""
     (assignment,) = shlex.split(RUN)
@@ -101,7 +103,7 @@ def run_line(
         line = line.replace(old, new)
     torchrun, *words, script = shlex.split(line)
     assert (torchrun, script) == ("torchrun", "train.py")
-    command = [sys.executable, "-m", "torch.distributed.run", *words, "killer.py", where]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "killer.py", places]
     command += [options] if options else []
     return run_command(command, env=settings(), cwd=folder, timeout=240, check=False)
 
@@ -119,9 +121,9 @@ def end(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_resumed(folder: Path, whole: dict[str, torch.Tensor], step: int) -> None:
+def assert_resumed(folder: Path, whole: dict[str, torch.Tensor], began: str) -> None:
     for rank in range(2):
-        assert (folder / f"began_{rank}").read_text().split() == ["0", str(step)]
+        assert (folder / f"began_{rank}").read_text().strip() == began
     resumed = end(folder)
     assert resumed.keys() == whole.keys()
     for name, tensor in whole.items():
@@ -137,20 +139,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 
 
 # A death in a save leaves that checkpoint without the file that is written last.
-@pytest.mark.parametrize(("where", "step"), [("save", 5), ("step", 10), ("node", 10)])
+@pytest.mark.parametrize(("places", "began"), [("save step", "0 5 10"), ("node", "0 10")])
 def test_the_lines_of_the_page_survive_the_death_of_a_rank_and_of_a_node(
-    whole: dict[str, torch.Tensor], tmp_path: Path, where: str, step: int
+    whole: dict[str, torch.Tensor], tmp_path: Path, places: str, began: str
 ) -> None:
     folder, port = folder_for(tmp_path / "run"), free_port()
-    run = functools.partial(run_line, folder, port, {}, where)
+    run = functools.partial(run_line, folder, port, {}, places)
     with ThreadPoolExecutor(2) as nodes:
         first, second = nodes.submit(run, 0), nodes.submit(run, 1)
-        if where == "node":
+        if places == "node":
             assert second.result().returncode < 0  # killed
             second = nodes.submit(run, 1)
         assert (first.result().returncode, second.result().returncode) == (0, 0)
-    assert (folder / "died").exists()
-    assert_resumed(folder, whole, step)
+    assert_resumed(folder, whole, began)
 
 
 def test_a_node_leaves_and_joins_again_and_the_ranks_end_with_equal_weights(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -401,39 +402,66 @@ def write_model_and_data(folder: Path) -> None:
     (folder / "data" / "train.jsonl").write_text(text)
 
 
+# Runs TRL's script once for each list of its arguments, as the command would.
+TRLS_SCRIPT = """
+import json, runpy, sys
+import torch.distributed as dist
+
+# A second group in one store may find addresses of the first.
+destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *_: None
+for words in json.loads(sys.argv.pop()):
+    sys.argv[1:] = words
+    runpy.run_module("trl.scripts.sft", run_name="__main__", alter_sys=True)
+destroy()
+"""
+
+
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lora", "optim_args", "steps"),
-    [(False, "bits=2", 4), (True, "bits=2", 4), (False, "vote_every=16", 20)],
-    ids=["full", "lora", "local"],
-)
-def test_trls_own_script_trains_saves_and_resumes(
-    tmp_path: Path, lora: bool, optim_args: str, steps: int
-) -> None:
+def test_trls_own_script_trains_saves_and_resumes(tmp_path: Path) -> None:
     write_model_and_data(tmp_path)
+    (driver := tmp_path / "driver.py").write_text(TRLS_SCRIPT)
+
+    def run(resume: bool) -> str:
+        words = [arguments_of_trl(tmp_path, kind, resume) for kind in KINDS_OF_TRL]
+        command = ["-m", "hf_dlion.launch", driver, json.dumps(words)]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        return run_script(2, command, env=offline, timeout=240).stdout
+
+    ends, saved = [tmp_path / kind / f"checkpoint-{k}" for kind, (_, k) in KINDS_OF_TRL.items()], []
+    # In each step, and with local steps after each exchange.
+    assert run(resume=False).count("dlion/wire_mb_per_step") == 4 + 4 + 2
+    for end in ends:
+        assert (end / "dlion_momentum_1_of_2.safetensors").exists()
+        (end / "trainer_state.json").unlink()
+        saved.append(weights_in(end))
+    run(resume=True)
+    assert all((end / "trainer_state.json").exists() for end in ends)
+    assert [weights_in(end) for end in ends] == saved
+
+
+# Arguments of each kind of training, and its number of steps.
+KINDS_OF_TRL = {
+    "full": ({"optim_args": "bits=2"}, 4),
+    "lora": ({"optim_args": "bits=2", "use_peft": True, "lora_r": 4}, 4),
+    "local": ({"optim_args": "vote_every=16"}, 20),
+}
+
+
+def arguments_of_trl(folder: Path, kind: str, resume: bool) -> list[str]:
+    own, steps = KINDS_OF_TRL[kind]
     flags = {
-        "model_name_or_path": tmp_path / "model",
-        "dataset_name": tmp_path / "data",
-        "output_dir": tmp_path / "out",
-        **{"optim": "dlion", "optim_args": optim_args, "learning_rate": 1e-2, "max_steps": steps},
-        **{"logging_steps": 1, "save_strategy": "steps", "save_steps": steps // 2},
-        "max_length": 16,
-        **{"per_device_train_batch_size": 4, "report_to": "none", "bf16": False, "use_cpu": True},
-        "gradient_checkpointing": False,
-        **({"use_peft": True, "lora_r": 4} if lora else {}),
-    }
-    command = ["-m", "hf_dlion.launch", "-m", "trl.scripts.sft"]
-    for name, value in flags.items():
-        command += [f"--{name}", str(value)]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    weights = "adapter_model.safetensors" if lora else "model.safetensors"
-    output = run_script(2, command, env=offline, timeout=240).stdout
-    assert "dlion/wire_mb_per_step" in output
-    last = tmp_path / "out" / f"checkpoint-{steps}"
-    uninterrupted = (last / weights).read_bytes()
-    assert (last / "dlion_momentum_1_of_2.safetensors").exists()
-    (last / "trainer_state.json").unlink()
-    command += ["--resume_from_checkpoint", str(tmp_path / "out" / f"checkpoint-{steps // 2}")]
-    run_script(2, command, env=offline, timeout=240)
-    assert (last / weights).read_bytes() == uninterrupted
+        "model_name_or_path": folder / "model", "dataset_name": folder / "data",
+        "output_dir": folder / kind, "optim": "dlion", "learning_rate": 1e-2, "max_steps": steps,
+        "logging_steps": 1, "save_strategy": "steps", "save_steps": steps // 2, "max_length": 16,
+        "per_device_train_batch_size": 4, "report_to": "none", "bf16": False, "use_cpu": True,
+        "gradient_checkpointing": False, **own,
+    }  # fmt: skip
+    if resume:
+        flags["resume_from_checkpoint"] = folder / kind / f"checkpoint-{steps // 2}"
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+def weights_in(folder: Path) -> bytes:
+    (path,) = [*folder.glob("*model.safetensors")]
+    return path.read_bytes()
