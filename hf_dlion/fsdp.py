@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import hf_dlion.ddp as ddp
 
@@ -57,15 +57,6 @@ def shard_index(tensor: Tensor) -> tuple[int, int] | None:
     if not isinstance(tensor, DTensor):
         return None
     return tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
-
-
-def largest_part(tensor: Tensor) -> int:
-    """Returns the number of elements of the largest shard, which all ranks can compute."""
-    if not isinstance(tensor, DTensor):
-        return tensor.numel()
-    (placement,) = cast("tuple[Shard]", tensor.placements)
-    slices = tensor.shape[placement.dim]
-    return -(-slices // tensor.device_mesh.size()) * (tensor.numel() // max(slices, 1))
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -97,15 +97,10 @@ class DistributedLion(torch.optim.Optimizer):
         full_precision: Parameters whose gradients are averaged instead of voted on: patterns of
             names such as `"*norm*;*bias"`, or a function of name and parameter (default: None).
         momentum_sync_every: Number of steps in which the ranks average the selected momenta once,
-            an equal slice per step (default: 0, which means never). With `vote_every` above 1,
-            number of exchanges, in the last of which they are averaged.
-        momentum_sync: Momenta that are averaged: "all", "auto" for those that differ most, patterns
-            of names, or a function of name and parameter (default: "all").
-        momentum_sync_bits: Bits in which a momentum is sent: 16, or 4 with `vote_every` above 1
-            (default: None, which means 16, and 4 with `vote_every` above 1).
-        momentum_sync_budget: Largest number of bytes that a rank sends for `momentum_sync="auto"`
-            in a step, with `vote_every` above 1 in an exchange (default: None, which means 1 bit
-            per parameter).
+            an equal slice per step, as bfloat16 (default: 0, which means never). With `vote_every`
+            above 1, number of exchanges, in the last of which they are averaged, in 4 bits.
+        momentum_sync: Momenta that are averaged: "all", patterns of names, or a function of name
+            and parameter (default: "all").
         momentum_dtype: dtype of the momentum: torch.float32, torch.bfloat16, or torch.float16
             (default: None, which means each parameter's dtype).
         seed: Seed of the stochastic rounding, equal on every rank (default: 0).
@@ -155,8 +150,6 @@ class DistributedLion(torch.optim.Optimizer):
         full_precision: Selection | None = None,
         momentum_sync_every: int = 0,
         momentum_sync: Selection = "all",
-        momentum_sync_bits: int | None = None,
-        momentum_sync_budget: int | None = None,
         momentum_dtype: torch.dtype | None = None,
         seed: int = 0,
         max_abstained_steps: int = 20,
@@ -528,14 +521,6 @@ class DistributedLion(torch.optim.Optimizer):
         if (ranks := self.peers.ranks) is not None:
             self.guards.compare_replicas(ranks)
 
-    def momentum_divergence(self) -> dict[str, float]:
-        """Returns how far the ranks' momenta differ, by parameter name.
-
-        They are measured for `momentum_sync="auto"`: 0 if all ranks have the same momentum, about
-        1 - 1/N if the N momenta are independent. Empty before the first measurement.
-        """
-        return self.params.divergences()
-
     def _context(self, number: int) -> StepContext:
         """Returns the context of a step or an exchange of this number."""
         return StepContext(
@@ -583,10 +568,10 @@ class DistributedLion(torch.optim.Optimizer):
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here. A period of local steps, the number of exchanges, abstentions, and
-        divergences are forgotten; the model keeps what it holds. `load_momentum` brings each rank's
-        own momentum, and ages of rows, from its files. A state with the optimizer's own tensors,
-        which Accelerate's `prepare` loads, keeps ages and the period.
+        that they have here. A period of local steps, the number of exchanges, and abstentions are
+        forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
+        and ages of rows, from its files. A state with the optimizer's own tensors, which
+        Accelerate's `prepare` loads, keeps ages and the period.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.

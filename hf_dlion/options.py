@@ -23,11 +23,11 @@ Groups = Sequence[Mapping[str, Any]]
 
 # Default betas of Lion.
 BETAS = (0.9, 0.98)
-# Default of bits, and of momentum_sync_bits, in exchanges of local steps.
+# Default of bits in exchanges of local steps.
 LOCAL_BITS = 4
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Values of momentum_sync that aren't patterns of names.
-SYNC_WORDS = ("all", "auto")
+# The value of momentum_sync that isn't a pattern of names.
+ALL = "all"
 # Options of other optimizers, which DistributedLion would ignore in a parameter group.
 FOREIGN = (
     *("maximize", "differentiable", "capturable", "foreach", "fused"),
@@ -54,9 +54,7 @@ class Options:
     local_group: Literal["node"] | int | None = None
     full_precision: Selection | None = None
     momentum_sync_every: int = 0
-    momentum_sync: Selection = "all"
-    momentum_sync_bits: int | None = None
-    momentum_sync_budget: int | None = None
+    momentum_sync: Selection = ALL
     momentum_dtype: torch.dtype | None = None
     seed: int = 0
     max_abstained_steps: int = 20
@@ -69,10 +67,6 @@ class Options:
         for name, value in (
             ("aggregation", "average" if local else "majority"),
             ("bits", LOCAL_BITS if local else 1),
-            (
-                "momentum_sync_bits",
-                (LOCAL_BITS if local else 16) if self.momentum_sync_every else None,
-            ),
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -86,11 +80,6 @@ class Options:
         _check_integer("max_abstained_steps", self.max_abstained_steps, 1, 2**31 - 1)
         _check_integer("check_replicas_every", self.check_replicas_every, 0, 2**31 - 1)
         _check_integer("momentum_sync_every", self.momentum_sync_every, 0, 2**63 - 1)
-        sync_bits = self.momentum_sync_bits
-        if sync_bits is not None and (type(sync_bits) is not int or sync_bits not in (4, 16)):
-            raise ValueError(f"momentum_sync_bits must be 4 or 16 (got {sync_bits!r})")
-        if self.momentum_sync_budget is not None:
-            _check_integer("momentum_sync_budget", self.momentum_sync_budget, 0, 2**63 - 1)
         if isinstance(self.local_group, str):
             if self.local_group != "node":
                 raise ValueError(f'local_group must be "node" or an int (got {self.local_group!r})')
@@ -126,19 +115,11 @@ class Options:
                 f"local_group={self.local_group!r} doesn't work with full_precision, because "
                 f"gradients are averaged inside a node only: leave out one of them"
             )
-        syncs, auto = self.momentum_sync_every > 0, self.momentum_sync == "auto"
         needs = {
             "ties": (self.aggregation == "majority", "aggregation='majority'"),
             "level_scale": (bits > 1 and not local, "bits=2, 4, or 8 and vote_every=1"),
-            "momentum_sync": (syncs, "momentum_sync_every=n"),
-            "momentum_sync_bits": (syncs, "momentum_sync_every=n"),
-            "momentum_sync_budget": (syncs and auto, "momentum_sync='auto'"),
+            "momentum_sync": (self.momentum_sync_every > 0, "momentum_sync_every=n"),
         }
-        if self.momentum_sync_bits == 4 and syncs and not local:
-            raise ValueError(
-                "momentum_sync_bits=4 needs vote_every above 1: with vote_every=1, momenta travel "
-                "as bfloat16, which is momentum_sync_bits=16"
-            )
         for name, (effective, need) in needs.items():
             value = getattr(self, name)
             if not effective and value != getattr(type(self), name):

@@ -23,7 +23,7 @@ from hf_dlion.core.flat import flat_gradient, flat_view, momentum_of, unscale
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState, Slot
-from hf_dlion.options import SYNC_WORDS, Options, Selection, patterns
+from hf_dlion.options import ALL, Options, Selection, patterns
 
 
 class Params:
@@ -129,9 +129,9 @@ class Params:
                 matches no name.
         """
         value = getattr(self._options, option)
-        is_word = option == "momentum_sync" and value in SYNC_WORDS
-        if value is None or is_word:
-            return [is_word for group in self.groups for _ in group["params"]]
+        is_all = option == "momentum_sync" and value == ALL
+        if value is None or is_all:
+            return [is_all for group in self.groups for _ in group["params"]]
         if not any(name for group in self.groups for name, _ in self._of_group(group)):
             raise ValueError(
                 f"{option}={value!r} selects parameters by name, but the parameters have no names: "
@@ -202,8 +202,6 @@ class Params:
                 slots.append(slot := Slot.of(p, group_of[k], fsdp.local_part(p.detach())))
                 slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
-        for slot in slots:
-            slot.largest_part = fsdp.largest_part(slot.param)
         _check_memory(slots)
         return Layout(key, slots)
 
@@ -256,14 +254,6 @@ class Params:
             state = self.local_states.get(param)
             parts.append((name, fsdp.local_part(param.detach()) if state is None else state.anchor))
         return parts
-
-    def divergences(self) -> dict[str, float]:
-        """Returns how far the ranks' momenta differ, by parameter name, if that was measured."""
-        return {
-            name: float(self.state[p]["divergence"])
-            for name, p in self.named()
-            if "divergence" in self.state.get(p, {})
-        }
 
 
 def _check_memory(slots: Sequence[Slot]) -> None:

@@ -225,8 +225,6 @@ class Peers:
             equal[HISTORY] = period.history
         if callable(self._options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in layout.slots]
-        if self._options.momentum_sync == "auto":
-            equal["divergences of momenta"] = list(self._params.divergences().values())
         return equal
 
     def note_attach(self) -> None:

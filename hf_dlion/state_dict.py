@@ -2,7 +2,7 @@
 
 kept between two steps                     in                          state dict   momentum file
 momenta                                    `optimizer.state`           rank 0's     each rank's
-ages of rows, divergences                  `optimizer.state`           no           each rank's
+ages of rows                               `optimizer.state`           no           each rank's
 lr, betas, weight decay                    `optimizer.param_groups`    yes          no
 number of steps                            `optimizer.param_groups`    yes          yes
 number of exchanges                        `LocalSteps`                no           yes
@@ -30,11 +30,10 @@ _IN_GROUPS = ("step", "lr", "betas", "weight_decay")
 
 
 def momenta_only(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns states of parameters without ages and divergences.
+    """Returns states of parameters without ages.
 
     torch.distributed.checkpoint needs the same keys and sizes in every save and load. Ages exist
-    for a while, on some ranks, and for this rank's shard. Divergences would reach rank 0 alone when
-    it sends a complete state to the others.
+    for a while, on some ranks, and for this rank's shard.
     """
     return {
         key: {name: value for name, value in state.items() if name == "exp_avg"}
@@ -107,9 +106,6 @@ class Loading:
                 group["param_names"] = passed
         if self.is_own:
             lion.state.update(self._before)
-            for own in self._before.values():
-                # Saved states have none, so ranks that loaded this rank's have none, too.
-                own.pop("divergence", None)
             return
         for param, saved in zip(numbered(lion.param_groups), self._saved, strict=True):
             if (state := lion.state.get(param)) is not None:

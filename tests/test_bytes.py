@@ -136,19 +136,3 @@ def test_nodes_send_votes_to_other_nodes_and_share_verdicts(rank: int, every: in
         expected = ([(0, 24), (0, 24), exchange] * 22)[:65]
         expected[0] = first
     assert rank % 2 or sent == expected
-
-
-@pytest.mark.parametrize(
-    ("local_group", "measurement"), [(None, (1024 * 3, 0)), (2, (1024 + 16 * 2, 16))]
-)
-@on_ranks(4)
-def test_auto_measures_each_momentum_in_step_1_and_every_52(
-    rank: int, local_group: int | None, measurement: tuple[int, int]
-) -> None:
-    """Momenta are averaged in every fourth step, and the budget is too small for any of them."""
-    auto = {"momentum_sync": "auto", "momentum_sync_every": 4, "momentum_sync_budget": 1}
-    optimizers = [an_optimizer(local_group=local_group, **own) for own in (auto, {})]
-    sent, without = (list(sent_to_nodes(optimizer, 54, rank)) for optimizer in optimizers)
-    measured = {k: own for k, own in enumerate(sent, 1) if own != without[k - 1]}
-    extra = [number * len(SHAPES) for number in measurement]
-    assert measured == {k: plus(without[k - 1], extra) for k in (1, 53)}

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
@@ -228,16 +227,6 @@ def test_an_evaluation_of_two_sharded_models_changes_nothing(rank: int) -> None:
                         model(batch(step, rank))
         ends.append(copies(parts(models)))
     assert same(*ends)
-
-
-@on_ranks(4)
-def test_all_ranks_know_the_size_of_the_largest_shard() -> None:
-    """By which they choose the momenta that fit into a budget."""
-    mesh = replicas_of_shards(2, 2)
-    model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 1))
-    fully_shard(model, mesh=mesh["shard"])
-    for p in model.parameters():
-        assert fsdp.largest_part(p) == max(gathered(fsdp.local_part(p.detach()).numel()))
 
 
 @on_ranks(2)

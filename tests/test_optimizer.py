@@ -401,7 +401,7 @@ def test_weights_that_were_moved_elsewhere_free_their_memory(vote_every: int) ->
     "options",
     [
         {"exchange": "gather", "full_precision": "*bias"},
-        {"exchange": "two_phase", "momentum_sync_every": 2, "momentum_sync": "auto"},
+        {"exchange": "two_phase", "momentum_sync_every": 2},
         {"bits": 4},
         {"vote_every": 2, "momentum_sync_every": 1},
         {"dtype": torch.bfloat16},

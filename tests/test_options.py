@@ -30,9 +30,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"full_precision": 1}, TypeError, "full_precision must be a pattern of parameter names"),
     ({"full_precision": "bias"}, ValueError, "no parameter's name matches 'bias'"),
     ({"full_precision": lambda *_: False}, ValueError, "chooses none of the 1 parameters, such"),
-    # "all" and "auto" are words of momentum_sync only.
+    # "all" is a word of momentum_sync only.
     ({"full_precision": "all"}, ValueError, "no parameter's name matches 'all'"),
-    ({"full_precision": "auto"}, ValueError, "no parameter's name matches 'auto'"),
     # Options without effect, or that don't work together.
     ({"vote_every": 2, "aggregation": "majority"}, ValueError, "needs aggregation='average'"),
     ({"bits": 2, "aggregation": "average"}, ValueError, "use bits=1, or aggregation='majority'"),
@@ -40,10 +39,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ties": "zero", "vote_every": 2}, ValueError, "it needs aggregation='majority'"),
     ({"level_scale": "tensor"}, ValueError, "it needs bits=2, 4, or 8 and vote_every=1"),
     ({"momentum_sync": "*"}, ValueError, "it needs momentum_sync_every=n"),
-    ({"momentum_sync_bits": 4}, ValueError, "it needs momentum_sync_every=n"),
-    ({"momentum_sync_bits": 8, "momentum_sync_every": 1}, ValueError, "must be 4 or 16 (got 8)"),
-    ({"momentum_sync_bits": 4, "momentum_sync_every": 1}, ValueError, "needs vote_every above 1"),
-    ({"momentum_sync_every": 2, "momentum_sync_budget": 9}, ValueError, "momentum_sync='auto'"),
     ({"local_group": 2, "full_precision": "*"}, NotImplementedError, "doesn't work with full_prec"),
     ({"local_group": 2, "replicate": object()}, ValueError, "can't be combined with replicate"),
     # Hyperparameters.

@@ -162,9 +162,7 @@ def test_an_age_that_torch_made_of_nothing_is_dropped() -> None:
     take_step(optimizer, model, batch(1, 0))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"vote_every": 3}, {"momentum_sync_every": 1, "momentum_sync": "auto"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"vote_every": 3}], ids=str)
 @on_ranks(2)
 def test_all_ranks_may_load_what_rank_0_has_sent(rank: int, options: dict[str, Any]) -> None:
     """Rank 0 loads its own tensors, the other rank copies of them, at the end of a period."""

@@ -51,7 +51,6 @@ def train(setting: Setting, task: Task, workers: Workers) -> dict[str, Any]:
     """Trains the workers; returns the record, with None as the loss if it diverged."""
     evaluated_after = set(setting.evaluated_after())
     curve = [(0, workers.evaluated(task.validation))]
-    divergences = []
     # Processor time, which other work on the machine doesn't change.
     gradient_s, taken = [], 0
     begin, failure = time.perf_counter(), None
@@ -74,7 +73,6 @@ def train(setting: Setting, task: Task, workers: Workers) -> dict[str, Any]:
         taken += 1
         if step + 1 in evaluated_after:
             curve.append((step + 1, workers.evaluated(task.validation)))
-            divergences += [[step + 1, found]] if (found := workers.divergences()) else []
     last = curve[-1][1]
     return {
         "key": setting.key,
@@ -83,7 +81,6 @@ def train(setting: Setting, task: Task, workers: Workers) -> dict[str, Any]:
         "failure": failure,
         "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
         "details": None if failure else workers.evaluated(task.details),
-        **({"divergences": divergences} if divergences else {}),
         "parameters": sum(param.numel() for param in workers.params),
         "bytes_per_step": workers.bytes_sent / max(taken, 1),
         "gradient_ms": 1e3 * statistics.median(gradient_s),

@@ -69,10 +69,6 @@ class Workers(ABC):
         """Returns what `validation` finds; NaN on ranks whose record isn't kept."""
         return validation(self.model)
 
-    def divergences(self) -> dict[str, float]:
-        """Returns how far ranks' momenta differ by parameter, if the method measures it."""
-        return {}
-
     def close(self) -> None:  # noqa: B027
         """Stops what the method started."""
 
@@ -110,11 +106,6 @@ class RealRank(Workers):
             return self._alone(validation)
         with optimizer.common_weights():
             return self._alone(validation)
-
-    def divergences(self) -> dict[str, float]:
-        model, state = getattr(self.model, "module", self.model), self._rank.optimizer.state
-        pairs = [(name, state.get(param, {})) for name, param in model.named_parameters()]
-        return {name: own["divergence"] for name, own in pairs if "divergence" in own}
 
     def _alone(self, validation: Callable[[nn.Module], Any]) -> Any:
         """Validates on one thread per rank, since the other ranks wait."""

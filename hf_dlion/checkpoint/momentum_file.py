@@ -64,7 +64,7 @@ _OTHER_WEIGHTS: dict[Caller, str] = {
 # Prefix of the keys of ages; the keys of momenta are numbers alone.
 _AGE = "age."
 # Key of the header in the file's metadata, whose values are strings, with the format's version.
-_HEADER = "hf_dlion momentum 7"
+_HEADER = "hf_dlion momentum 8"
 
 
 class CheckpointError(RuntimeError):
@@ -94,7 +94,6 @@ class Header:
         step: Number of the last step before the save.
         voters: Number of voters, nodes or replicas, among the ranks that saved.
         shard: Index of the rank's FSDP2 shard, and number of shards; None without FSDP2.
-        divergences: Numbers of parameters, and what "auto" measured of their momenta.
         exchanges: Number of exchanges of local steps.
         weights: Hash of the rank's weights, with local steps after the exchange with which the
             save began.
@@ -107,14 +106,12 @@ class Header:
     voters: int
     shard: list[int] | None
     scaler: dict[str, Any] | None
-    divergences: dict[int, float]
     exchanges: int
     weights: int
 
     @classmethod
     def of(cls, lion: DistributedLion, save: str, at: Position, scaler: Any) -> Header:
         """Returns the header of a file that a rank writes now."""
-        states = [lion.state.get(param, {}) for param in numbered(lion.param_groups)]
         return cls(
             save=save,
             step=lion.steps,
@@ -123,9 +120,6 @@ class Header:
             voters=at.voters,
             shard=_shard(lion),
             scaler=None if scaler is None else dict(scaler),
-            divergences={
-                k: state["divergence"] for k, state in enumerate(states) if "divergence" in state
-            },
             exchanges=0 if lion.local is None else lion.local.exchanges,
             weights=_hash_of_weights(lion),
         )
@@ -142,7 +136,6 @@ class Header:
             ValueError: If the text isn't one; or AttributeError, KeyError, or TypeError.
         """
         values = json.loads(text)
-        values["divergences"] = {int(k): float(v) for k, v in values["divergences"].items()}
         for name in ("exchanges", "weights"):
             values[name] = int(values[name])
         return cls(**values)
@@ -152,8 +145,8 @@ class Header:
 class Loaded:
     """A file's content for this rank, on its device.
 
-    `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, the age
-    of its rows, and the divergence. `warning` is "" if the model holds the weights of the save.
+    `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, and the
+    age of its rows. `warning` is "" if the model holds the weights of the save.
     """
 
     header: Header
@@ -283,8 +276,6 @@ def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
         state: dict[str, Any] = {**loaded_state(kept, dtype, part.device)}
         state["exp_avg"] = fsdp.with_local_part(param, state["exp_avg"])
         loaded.states[param] = state
-        if number in header.divergences:
-            state["divergence"] = header.divergences[number]
     return loaded
 
 

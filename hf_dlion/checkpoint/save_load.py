@@ -200,7 +200,7 @@ def _restore(lion: DistributedLion, loaded: Loaded) -> None:
         group["step"] = loaded.header.step
         for param in group["params"]:
             # Replaced: after torch's load_state_dict other objects may share the old tensors.
-            for key in ("exp_avg", AGE, "divergence"):
+            for key in ("exp_avg", AGE):
                 lion.state[param].pop(key, None)
             lion.state[param].update(loaded.states.get(param, {}))
 

@@ -113,7 +113,6 @@ class Slot:
         group: Index of the parameter group.
         full_precision: Whether its gradient is averaged instead of voted on.
         synced: Whether the voters average momenta of it that differ.
-        largest_part: Number of elements of the largest rank's part, equal on all ranks.
         name: Name of the parameter.
         param: The model's parameter, a DTensor with FSDP2.
         part: This rank's part of the parameter, with its shape.
@@ -136,7 +135,6 @@ class Slot:
     device: torch.device
     full_precision: bool = False
     synced: bool = False
-    largest_part: int = 0
     name: str = ""
     param: Tensor = NO_TENSOR
     part: Tensor = NO_TENSOR

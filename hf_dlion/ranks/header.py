@@ -22,7 +22,7 @@ import numpy as np
 from hf_dlion.ranks.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 15
+WIRE_VERSION = 16
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 # Headers of other versions have at most this number; a larger one is other data.

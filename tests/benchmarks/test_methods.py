@@ -177,20 +177,6 @@ def test_local_steps_are_judged_by_common_weights_and_end_with_an_exchange(rank:
         assert record["curve"][1] == [4, start]
 
 
-@pytest.mark.smoke
-@on_ranks(2)
-def test_a_record_has_the_divergences_that_auto_measures(rank: int) -> None:
-    method = "majority:momentum_sync_every=2,momentum_sync=auto,momentum_sync_budget=0"
-    setting = TINY.replace(method=method, evaluations=2)
-    made = RealRank(Pretraining(setting), setting)
-    record, _ = outcome(setting, made)
-    (middle, first), (end, last) = record["divergences"]
-    assert (middle, end) == (6, 12)
-    assert first.keys() == last.keys() == dict(made.model.module.named_parameters()).keys()
-    assert all(0.0 < value <= 1.0 for value in last.values())
-    assert "divergences" not in outcome(TINY, RealRank(Pretraining(TINY), TINY))[0]
-
-
 @pytest.mark.parametrize("method", ["adamw", "majority"])
 def test_learning_rates_are_multiplied_by_the_factor_of_the_first_pattern(method: str) -> None:
     factors = (("*embed*", 4.0), ("*norm*", 0.5), ("*layers*norm*", 9.0))
@@ -246,7 +232,7 @@ def test_the_mean_gradient_is_clipped_or_each_workers_own_if_it_votes(
         ({"method": "bf16"}, "'bf16' runs on real ranks only; add --real"),
         ({"method": "every16:seed=1"}, "'every16:seed=1' runs on real ranks only; add --real"),
         ({"method": "lion", "clip": 1.0}, "'lion' clips each rank's own gradient, which one"),
-        ({"method": "sync16:momentum_sync='auto'"}, "runs on real ranks only; add --real"),
+        ({"method": "sync16:momentum_sync='*'"}, "runs on real ranks only; add --real"),
         ({"method": "none"}, "'none' trains no common model; use it in benchmarks/step_time.py"),
     ],
 )

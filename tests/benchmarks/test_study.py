@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence import distances, divergences, loss_by_bytes
+from benchmarks.convergence import distances, loss_by_bytes
 from benchmarks.convergence.answers import KINDS, Answers
 from benchmarks.convergence.chat import IGNORED, Chat
 from benchmarks.convergence.cli import main
@@ -190,27 +190,6 @@ def test_the_pages_tables_of_distances_are_those_of_the_records(
         _, _, *rows = capsys.readouterr().out.splitlines()
         for row in rows:  # Methods have shorter names on the page.
             assert row.partition(" | ")[2].replace("-0.", "−0.") in page, row
-
-
-def test_a_figure_of_divergences_averages_each_kind_of_tensor(tmp_path: Path, capsys: Any) -> None:
-    layer, norm = "model.layers.0.self_attn.{}_proj.weight", "model.layers.0.input_layernorm.weight"
-    found = {layer.format("q"): 0.5, layer.format("k"): 0.3, norm: 0.1, "model.norm.weight": 0.3}
-    record = {
-        "divergences": [[10, {**found, "head": 0.6}]],
-        "setting": {"workers": 2, "method": "majority:momentum_sync_every=32,momentum_sync=auto"},
-    }
-    lines = divergences.by_kind(record)
-    assert lines == {
-        "queries and keys": [(10, pytest.approx(0.4))],
-        "norms": [(10, pytest.approx(0.2))],
-        "others": [(10, 0.6)],
-    }
-    file, picture = tmp_path / "runs.jsonl", tmp_path / "figure.png"
-    file.write_text("".join(json.dumps(line) + "\n" for line in (record, {"divergences": []})))
-    assert divergences.main([str(file), "--out", str(picture)]) == 0
-    assert picture.exists()
-    file.write_text("{}\n")
-    assert "has no run with momentum_sync" in refused(divergences.main, [str(file)], capsys)
 
 
 def test_a_line_that_a_crash_cut_short_is_made_again_and_no_record_is_named(tmp_path: Path) -> None:

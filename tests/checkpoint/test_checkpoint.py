@@ -396,20 +396,14 @@ def test_rank_0_warns_of_momenta_of_other_weights(rank: int, tmp_path: Path) -> 
 
 
 @on_ranks(2)
-def test_divergences_are_in_the_files_and_momenta_fit_their_dtype(
-    rank: int, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"momentum_sync_every": 4, "momentum_sync": "auto"}
-    run = Run(rank, steps=3, **options)
+def test_loaded_momenta_fit_their_dtype(rank: int, tmp_path: Path) -> None:
+    run = Run(rank, steps=3)
     run.lion.state[run.model[1].bias]["exp_avg"].fill_(1e6)
     run.save(tmp_path)
-    measured = run.lion.momentum_divergence()
-    assert min(measured.values()) > 0
     assert all(own.keys() == {"exp_avg"} for own in run.lion.state_dict()["state"].values())
     for load in (Run.load, lambda run, folder: load_momentum(run.lion, folder)):
-        run = Run(rank, momentum_dtype=torch.float16, **options)
+        run = Run(rank, momentum_dtype=torch.float16)
         load(run, tmp_path)
-        assert run.lion.momentum_divergence() == measured
         assert float(run.lion.state[run.model[1].bias]["exp_avg"][0]) == 65504.0
     run.load_common(tmp_path)
     assert float(run.lion.state[run.model[1].bias]["exp_avg"][0]) == 65504.0
@@ -686,7 +680,7 @@ def metadata_of(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-HEADER = "hf_dlion momentum 7"
+HEADER = "hf_dlion momentum 8"
 
 
 def rewrite(path: Path, *, tensors: dict[str, Tensor] | None = None, **fields: Any) -> None:
@@ -795,8 +789,7 @@ def test_files_of_several_saves_by_other_numbers_of_ranks_are_refused(tmp_path: 
 def test_a_load_leaves_nothing_of_the_state_before_it(tmp_path: Path) -> None:
     run = Run(0, steps=1)
     save_momentum(run.lion, tmp_path)
-    state = run.lion.state[run.model[1].bias]
-    state.update({AGE: torch.ones(1, dtype=torch.int32), "divergence": 0.5})
+    run.lion.state[run.model[1].bias][AGE] = torch.ones(1, dtype=torch.int32)
     load_momentum(run.lion, tmp_path)
     assert run.lion.state[run.model[1].bias].keys() == {"exp_avg"}
 
