@@ -110,11 +110,6 @@ class Options:
                 f"aggregation='average' is the mean of votes of one bit (got bits={self.bits}); "
                 f"use bits=1, or aggregation='majority'"
             )
-        if self.local_group not in (None, 1) and self.full_precision is not None:
-            raise NotImplementedError(
-                f"local_group={self.local_group!r} doesn't work with full_precision, because "
-                f"gradients are averaged inside a node only: leave out one of them"
-            )
         needs = {
             "ties": (self.aggregation == "majority", "aggregation='majority'"),
             "level_scale": (bits > 1 and not local, "bits=2, 4, or 8 and vote_every=1"),
@@ -133,7 +128,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         TypeError: If lr, weight_decay or a beta isn't a number, or betas isn't a pair.
         ValueError: If a value is out of its range, or an option in the group would be ignored.
     """
-    for name in (*(field.name for field in dataclasses.fields(Options)), "process_group"):
+    options = [field.name for field in dataclasses.fields(Options)]
+    for name in (*options, "process_group", "replicate"):
         if name in group:
             raise ValueError(
                 f"{name}={group[name]!r} in a parameter group would have no effect: it applies to "

@@ -211,15 +211,15 @@ class Params:
         Unscales what GradScaler left scaled.
         """
         slots, optimizer = layout.slots, self._optimizer
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
+            optimizer.grad_scale, optimizer.found_inf = 1.0, None  # GradScaler multiplies a scale.
         for slot in slots:
             p = slot.param
             if p.grad is not None and p.requires_grad:
                 grad = fsdp.local_part(p.grad.detach())
                 slot.grad = flat_gradient(slot.name, grad, slot.part)
-        scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
-            optimizer.grad_scale, optimizer.found_inf = 1.0, None  # GradScaler multiplies a scale.
         unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
         is_finite = unscaled and survey(slots)  # No NaN, and no Inf.
         if not self.state and not any([float(group["lr"]) for group in self.groups]):

@@ -26,6 +26,19 @@ def test_scaled_gradients_of_float16_are_refused() -> None:
     assert optimizer.steps == 1
 
 
+def test_a_step_that_raises_at_a_gradient_leaves_no_scale() -> None:
+    embedding = nn.Embedding(4, 64, sparse=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = DistributedLion(embedding.parameters(), lr=0.01, betas=(0.5, 0.5))
+    for _ in range(2):  # GradScaler squares a scale that it finds.
+        scaler.scale(embedding(torch.zeros(1, dtype=torch.long)).sum()).backward()
+        with pytest.raises(NotImplementedError, match="sparse"):
+            scaler.step(optimizer)
+        assert optimizer.grad_scale == 1.0
+        scaler.update()
+        optimizer.zero_grad()
+
+
 @on_ranks(2)
 def test_a_scaled_step_accepts_a_rank_without_gradients(rank: int) -> None:
     """Rank 0 has no gradient in a step in which rank 1 has some."""

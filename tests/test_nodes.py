@@ -73,6 +73,27 @@ def test_attached_wrappers_equal_the_definition(
     optimizer.detach()
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(4)
+def test_full_precision_averages_over_nodes_as_over_ranks(rank: int, every: int) -> None:
+    """Compares two nodes with two ranks without nodes that have the nodes' gradients."""
+    options = {"full_precision": "*bias", "vote_every": every, "weight_decay": 0.1}
+    ddp, optimizer = attached(local_group=2, **options)
+    voters = optimizer.peers.ranks.voters.group
+    alone, other = plain(process_group=voters, **options)
+    for step in range(7):
+        backward(ddp, batch(step, rank))
+        for p, own in zip(ddp.parameters(), alone.parameters(), strict=True):
+            own.grad = p.grad.clone()
+        optimizer.step()
+        other.step()
+        assert same(list(ddp.parameters()), list(alone.parameters())), step
+    optimizer.exchange_now()
+    assert all(map(is_equal_everywhere, ddp.parameters()))
+    assert is_equal_everywhere(optimizer.state[ddp.module[0].bias]["exp_avg"]) == (every == 1)
+    optimizer.detach()
+
+
 @pytest.mark.parametrize("case", ["new", "resumed", "detached", "dropped", "on rank 1"])
 @on_ranks(2)
 def test_nodes_need_attach(rank: int, case: str) -> None:

@@ -39,7 +39,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ties": "zero", "vote_every": 2}, ValueError, "it needs aggregation='majority'"),
     ({"level_scale": "tensor"}, ValueError, "it needs bits=2, 4, or 8 and vote_every=1"),
     ({"momentum_sync": "*"}, ValueError, "it needs momentum_sync_every=n"),
-    ({"local_group": 2, "full_precision": "*"}, NotImplementedError, "doesn't work with full_prec"),
     ({"local_group": 2, "replicate": object()}, ValueError, "can't be combined with replicate"),
     # Hyperparameters.
     ({"lr": -1.0}, ValueError, "lr must be finite and at least 0 (got -1.0)"),

@@ -230,7 +230,8 @@ def _begin(
             raise failure
         if Path(name).name != name:
             raise ValueError(f"name must be the beginning of a file's name (got {name!r})")
-    ranks, path = lion.peers.ranks, os.path.join(folder, name)
+        path = os.path.join(folder, name)
+    ranks = lion.peers.ranks
     paths, ids = zip(*_gathered(ranks, (path, secrets.token_hex(8))), strict=True)
     if len(set(paths)) > 1:
         by_rank = ", ".join(f"rank {rank}: {path!r}" for rank, path in enumerate(paths))

@@ -116,14 +116,17 @@ class LocalSteps:
             for lr, group in zip(lrs, context.groups, strict=True)
         ]
         for slot in layout.slots:
-            if slot.local is None:
-                slot.local = self.states[slot.param] = LocalState.of(slot.part)
-            slot.local.used |= slot.grad is not None
-            slot.local.decay *= shrink[slot.group]
-            slot.local.path += lrs[slot.group]
-            slot.moves = slot.grad is not None
+            if slot.param not in self.states:
+                self.states[slot.param] = LocalState.of(slot.part)
+            slot.local, slot.moves = self.states[slot.param], slot.grad is not None
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
+        # Last, because a step that fails above isn't counted, and all ranks must decay alike.
+        for slot in layout.slots:
+            state = self.states[slot.param]
+            state.used |= slot.moves
+            state.decay *= shrink[slot.group]
+            state.path += lrs[slot.group]
         self.period, self._known = period, layout
 
     def exchange(

@@ -585,6 +585,10 @@ EITHER: dict[str, tuple[Call, str]] = {
         lambda call, optimizer, folder: call(optimizer, f"{folder}1"),
         r"CheckpointError: .* \(rank 0: '.*/new/dlion_.*', rank 1: '.*/new1/dlion_.*'\)",
     ),
+    "no folder": (
+        lambda call, optimizer, folder: call(optimizer, None),
+        "{named}TypeError: expected str, bytes or os.PathLike object, not NoneType$",
+    ),
     "another name": (
         lambda call, *where: call(*where, name="second"),
         r"CheckpointError: .* \(rank 0: '.*/new/dlion_momentum', rank 1: '.*/new/second'\)",

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.core.slot import LocalState
+from hf_dlion.gpu import form
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
@@ -320,6 +321,30 @@ def test_a_look_that_fails_halfway_changes_nothing(rank: int) -> None:
             assert all(bool((p == 1 - 2 * 2**-7).all()) for p in params)
         optimizer.step()
     assert all(bool((p == 1 - 4 * 2**-7).all()) for p in params)
+
+
+@pytest.mark.parametrize("where", ["the anchor", "the step"])
+@on_ranks(2)
+def test_a_local_step_that_fails_and_is_taken_again_decays_once(rank: int, where: str) -> None:
+    """There is no memory on rank 1, at the first step of the second period."""
+    params = [filled(1.0), filled(1.0)]
+    optimizer = DistributedLion(params, lr=2**-7, weight_decay=0.5, vote_every=3)
+    make = LocalState.of
+
+    def fail(part: torch.Tensor) -> LocalState:
+        if part.data_ptr() == params[1].data_ptr():
+            raise MemoryError
+        return make(part)
+
+    fails = mock.patch.object(LocalState, "of", fail)
+    if where == "the step":
+        fails = mock.patch.object(form, "local_step", side_effect=MemoryError)
+    for step in range(6):
+        if (rank, step) == (1, 3):
+            with fails, pytest.raises(MemoryError):
+                optimizer.step()
+        optimizer.step()
+    assert all(map(is_equal_everywhere, params))
 
 
 def test_weights_that_a_look_keeps_follow_the_parameter_to_another_device() -> None:
