@@ -114,7 +114,6 @@ class DistributedLion(torch.optim.Optimizer):
     Raises:
         ValueError: If a value isn't allowed, or has no effect with the other options.
         TypeError: If a value has the wrong type, or `params` is a module.
-        NotImplementedError: If options don't work together yet.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -214,8 +213,8 @@ class DistributedLion(torch.optim.Optimizer):
             TypeError: If `model` isn't a DDP wrapper or an FSDP2 model.
             ValueError: If the wrapper has none of the optimizer's parameters, or averages over
                 other ranks; or if an option selects by a name that no parameter has.
-            RuntimeError: If trainable parameters belong to no optimizer, if the wrapper reduces
-                gradients in a way that a hook can't replace, or if it was made during local steps.
+            RuntimeError: If trainable parameters belong to no optimizer, or if the wrapper reduces
+                gradients in a way that a hook can't replace.
         """
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
@@ -227,15 +226,9 @@ class DistributedLion(torch.optim.Optimizer):
             if sharded not in self.params.fsdp_models:
                 self.params.fsdp_models.append(sharded)
         else:
-            if self.local is not None and self.local.states and not self.local.shows_anchors():
-                self.guards.check_wrapper(model)
             ddp.attach(model, self)
-        self._note_attach()
-        self.guards.warn_about_waits(model, self.peers.ranks)  # Last: it may be an error.
-
-    def _note_attach(self) -> None:
         self.peers.note_attach()
-        self.guards.note_attach()
+        self.guards.warn_about_waits(model, self.peers.ranks)  # Last: it may be an error.
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; every rank must call this.
@@ -247,7 +240,8 @@ class DistributedLion(torch.optim.Optimizer):
         fsdp.reshard(self.params.fsdp_models)  # So the next forward gathers what is written.
         self.params.fsdp_models.clear()
         ddp.detach(self)
-        self._note_attach()
+        self.params.forget_layout()
+        self.peers.note_attach()
         if self.local is not None:
             for param, state in self.local.states.items():
                 state.leave(fsdp.local_part(param.detach()))

@@ -42,7 +42,6 @@ class Options:
     Raises:
         ValueError: If a value isn't allowed, or has no effect with the other options.
         TypeError: If a value has the wrong type.
-        NotImplementedError: If options don't work together yet.
     """
 
     bits: int | None = None

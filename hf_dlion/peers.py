@@ -230,8 +230,6 @@ class Peers:
     def note_attach(self) -> None:
         """Counts an attach or detach, so the next header compares the ranks and their weights."""
         self._attaches += 1
-        if self._local is not None:
-            self._local.forget_meeting()
         if self._meetings is not None:
             self._meetings.compare_again()
 

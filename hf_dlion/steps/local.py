@@ -86,10 +86,6 @@ class LocalSteps:
         # A single voter takes plain steps, after which no layout is known, so all have a header.
         return Kind.LOCAL_STEP if layout is self._known else Kind.STEP
 
-    def forget_meeting(self) -> None:
-        """Makes the next step begin with a header."""
-        self._known = None
-
     def period_with_step(self, groups: Groups, *, abstains: bool) -> Period:
         """Returns the period with the step that begins, from which this rank may abstain.
 
