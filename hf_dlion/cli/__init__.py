@@ -126,7 +126,7 @@ def _add_options_of_plan(plan: Parser) -> None:
     add("--step-ms", above_zero, "MS", "Time of forward and backward (default: estimated).")
     tokens = "Tokens of a rank per step, with accumulation (default: 8192, on a CPU 128)."
     add("--tokens", positive, "N", tokens)
-    every = "Steps per exchange (default: the fewest from 2 to 64 for 10%% of the time or less)."
+    every = "Steps per exchange (default: the fewest from 2 to 32 for 10%% of the time or less)."
     add("--vote-every", positive, "K", every)
     latency = "Time of a short message between nodes (default: 0.1)."
     add("--latency-ms", above_zero, "MS", latency, default=0.1)
