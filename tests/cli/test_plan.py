@@ -35,6 +35,7 @@ from hf_dlion.cli.plan.methods import (
     predict,
 )
 from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
+from hf_dlion.steps.local import MOST_STEPS
 from tests.support.command_line import refused
 from tests.support.spawn import on_ranks
 
@@ -633,3 +634,47 @@ def test_a_folder_gives_the_shapes_and_errors_separate_missing_folders_from_a_mi
     text = refusal("someone/model")
     assert "couldn't connect to 'https://huggingface.co'. Pass a folder, or a" in text
     assert "more lines" not in text
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "hyperparameters.md"
+
+
+@pytest.mark.parametrize("model", ["1b", "135m"])
+def test_the_examples_of_the_page_are_what_plan_recommends(model: str, capsys: Any) -> None:
+    (table,) = re.findall(r"^\| nodes \|.*?\n\n", PAGE.read_text(), re.M | re.S)
+    header, _, *rows = table.splitlines()[:-1]
+    links = [
+        cell.replace(" Mbit/s", "mbit").replace(" Gbit/s", "gbit") for cell in cells_of(header)
+    ]
+    for row in rows:
+        nodes, *said = cells_of(row)
+        for link, cell in zip(links[1:], said, strict=True):
+            words = ["plan", model, "--ranks", nodes, "--link", link, "--gpu", "rtx4090"]
+            assert cli.main([*words, "--format", "json"]) == 0
+            found = recommended(json.loads(capsys.readouterr().out), int(nodes))
+            if model != "1b":  # It recommends the same, and gains may differ a little.
+                found, cell = (text.split(",")[0] for text in (found, cell))
+            assert found == cell, (nodes, link)
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def recommended(plan: dict[str, Any], nodes: int) -> str:
+    """Returns a cell of the table: a method, and its gain over AdamW."""
+    if "Use AdamW on one node" in plan["advice"]:
+        return "AdamW on one node"
+    times = {method["name"]: method["step_ms"] for method in plan["methods"]}
+    adamw = min(times["AdamW on one node"], times["AdamW with DDP bf16 hook"])
+    (local,) = [n for n in times if "vote_every" in n and n.endswith("momenta") == (nodes >= 4)]
+    if times["DistributedLion"] / times[local] < 1.1:
+        return f"no option, {adamw / times['DistributedLion']:.1f}x"
+    assert "vote_every=32" in local
+    return f"`vote_every=32`{' and momenta' * (nodes >= 4)}, {adamw / times[local]:.1f}x"
+
+
+def test_the_help_names_the_most_steps_that_are_proposed(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert f"the fewest from 2 to {MOST_STEPS} for" in " ".join(capsys.readouterr().out.split())
