@@ -148,8 +148,7 @@ ORDERS = {
     "arguments first": "from transformers import TrainingArguments, Trainer",
     "a subclass": "from transformers import Seq2SeqTrainer as Trainer\n"
     "from transformers import Seq2SeqTrainingArguments as TrainingArguments",
-    "the module": "import transformers.trainer\nfrom transformers import *\n"
-    "from transformers.trainer import Trainer\n"
+    "the module": "from transformers.trainer import Trainer\n"
     "from transformers.training_args import TrainingArguments",
 }
 
