@@ -30,7 +30,7 @@ from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
-from hf_dlion.user_warning import warn_user
+from hf_dlion.user_warning import defer_warning, warn_user
 
 # Gradients are compared again at each power of two from this step on.
 COMPARED_FROM = 64
@@ -156,8 +156,8 @@ class Guards:
 
     # After a header.
 
-    def compare_after_changes(self, layout: Layout, ranks: Topology) -> list[str]:
-        """Compares gradients, and momenta after a load; returns rank 0's warnings.
+    def compare_after_changes(self, layout: Layout, ranks: Topology) -> None:
+        """Compares gradients, and momenta after a load; rank 0 warns.
 
         Gradients are compared at a new layout and at powers of two from `COMPARED_FROM` on: the
         user may have wrapped the model again, and `attach` belongs to the old wrapper. Every rank
@@ -195,7 +195,8 @@ class Guards:
             ]
             if all_ranks_have(momenta, ranks.voters, "hashes of momenta"):
                 warnings.append(COPIED_MOMENTA)
-        return warnings if ranks.everyone.rank == 0 else []
+        for text in warnings if ranks.everyone.rank == 0 else []:
+            defer_warning(text)
 
     def compare_replicas(self, ranks: Topology) -> None:
         """Verifies that parameters are equal on all ranks, which must all call this."""

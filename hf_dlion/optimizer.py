@@ -17,7 +17,7 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.flat import check_param
 from hf_dlion.core.layout import Layout, Scratch
-from hf_dlion.gpu.form import new_warnings, plain_lion
+from hf_dlion.gpu.form import plain_lion
 from hf_dlion.gpu.warm_up import warm_up
 from hf_dlion.guards import Guards
 from hf_dlion.options import (
@@ -42,7 +42,7 @@ from hf_dlion.steps.full_precision import step_in_full_precision
 from hf_dlion.steps.local import LocalSteps
 from hf_dlion.steps.means import average_whole
 from hf_dlion.steps.momentum_sync import synchronize
-from hf_dlion.user_warning import warn_user
+from hf_dlion.user_warning import warn_deferred
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -269,8 +269,7 @@ class DistributedLion(torch.optim.Optimizer):
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
                 )
             return
-        report, layout = Report(Kind.EXCHANGE), Layout()
-        number, warnings = 0, list[str]()
+        report, layout, number = Report(Kind.EXCHANGE), Layout(), 0
         try:
             with self.peers.all_or_none(report):
                 layout, report.period = self.params.fresh_layout(), local.period
@@ -279,12 +278,11 @@ class DistributedLion(torch.optim.Optimizer):
             agreed = self.peers.agree(report, layout)
             if (ranks := self.peers.ranks) is not None and self.peers.voter_count > 1:
                 context = self._context(local.exchanges + 1)
-                number, warnings = local.exchange(layout, agreed, context, ranks)
+                number = local.exchange(layout, agreed, context, ranks)
             self._run_periodic_tasks(number, layout)
         finally:
             layout.release()
-        for text in warnings:
-            warn_user(text)
+        warn_deferred()
 
     @contextlib.contextmanager
     def common_weights(self) -> Iterator[None]:
@@ -376,23 +374,22 @@ class DistributedLion(torch.optim.Optimizer):
                 self._warm_up(layout)
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)
-            warnings = self._take(report, layout, agreed)
+            self._take(report, layout, agreed)
         finally:
             layout.release()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
-        for text in warnings:  # Last, because a warning may be an error, and ranks would wait.
-            warn_user(text)
+        warn_deferred()
         return loss
 
-    def _take(self, report: Report, layout: Layout, agreed: Agreed) -> list[str]:
-        """Takes the step on which the ranks agreed; returns warnings.
+    def _take(self, report: Report, layout: Layout, agreed: Agreed) -> None:
+        """Takes the step on which the ranks agreed.
 
         vote_every > 1 and several voters    a local step, which an exchange may follow
         else, a rank has a finite gradient   a vote, or plain Lion for one voter
         else                                 nothing, and no step is counted
         """
-        ranks, number, warnings = self.peers.ranks, 0, list[str]()
+        ranks, number = self.peers.ranks, 0
         have_gradients = any(agreed.gradient_counts)
         # The first step that is counted needs a gradient, which tells what is trained.
         is_local = self.peers.voter_count > 1 and (have_gradients or self.steps > 0)
@@ -401,27 +398,25 @@ class DistributedLion(torch.optim.Optimizer):
         if local is None:
             self.guards.abstentions.count(agreed, ranks)
         if ranks is not None and have_gradients and report.kind is not Kind.LOCAL_STEP:
-            warnings += self.guards.compare_after_changes(layout, ranks)
+            self.guards.compare_after_changes(layout, ranks)
         if local is not None and ranks is not None:
             self.guards.abstentions.count_local(report.abstains, ranks)
-            number, more = self._local_step(local, ranks, report, layout, agreed)
-            warnings += more
+            number = self._local_step(local, ranks, report, layout, agreed)
         elif have_gradients:
             number = self._vote(layout, agreed)
         self._run_periodic_tasks(number, layout)
-        return warnings + new_warnings()
 
     def _local_step(
         self, local: LocalSteps, ranks: Topology, report: Report, layout: Layout, agreed: Agreed
-    ) -> tuple[int, list[str]]:
-        """Takes a step of this rank's own; returns the number of an exchange, and warnings."""
+    ) -> int:
+        """Takes a step of this rank's own; returns the number of an exchange, or 0."""
         context = self._context(self.steps + 1)
         self.wire.lap("", layout.device)
         local.step(layout, context, report.period)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.number)
         if report.kind is not Kind.EXCHANGE:
-            return 0, []
+            return 0
         return local.exchange(layout, agreed, self._context(local.exchanges + 1), ranks)
 
     def _vote(self, layout: Layout, agreed: Agreed) -> int:

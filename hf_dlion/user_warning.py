@@ -7,6 +7,7 @@ import warnings
 
 # Packages between the user's code and a warning.
 _LIBRARIES = {"hf_dlion", "torch", "accelerate", "transformers", "trl"}
+_deferred: list[str] = []
 
 
 def warn_user(text: str) -> None:
@@ -19,6 +20,22 @@ def warn_user(text: str) -> None:
     while frame.f_back is not None and _package(frame.f_globals) in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def defer_warning(text: str) -> None:
+    """Keeps a warning for the end of the step, until which other ranks wait for this one.
+
+    A warning may be an error.
+    """
+    _deferred.append(text)
+
+
+def warn_deferred() -> None:
+    """Gives the warnings that were deferred since the last call."""
+    texts = [*_deferred]
+    _deferred.clear()
+    for text in texts:
+        warn_user(text)
 
 
 def _package(names: dict[str, object]) -> str:

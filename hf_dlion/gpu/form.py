@@ -27,14 +27,13 @@ from hf_dlion.core.slot import Field
 from hf_dlion.core.votes import Rows, Verdict, Votes
 from hf_dlion.gpu import launches
 from hf_dlion.gpu.launches import MOST_VOTERS, KernelVote
+from hf_dlion.user_warning import defer_warning
 
 # Types of devices on which the kernels run, and dtypes of their tensors.
 DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16)
 # Set it to 0 to take the form of torch operations.
 SWITCH = "HF_DLION_TRITON"
-# Warnings for the end of the next step, because other ranks wait for it until then.
-_warnings: list[str] = []
 # Why kernels failed, by device.
 _failed: dict[torch.device, str] = {}
 
@@ -51,15 +50,8 @@ def refusal(device: torch.device) -> str:
     return _failed.get(device, "")
 
 
-def new_warnings() -> list[str]:
-    """Returns the warnings since the last call, for the end of a step."""
-    warnings = [*_warnings]
-    _warnings.clear()
-    return warnings
-
-
 def try_out(trial: Callable[[], None], device: torch.device) -> None:
-    """Calls a trial of kernels; if it fails, none runs on the device any more (see `new_warnings`).
+    """Calls a trial of kernels; if it fails, none runs on the device any more, and a step warns.
 
     Raises:
         RuntimeError: If memory runs out, of which torch operations need more than the kernels.
@@ -74,7 +66,7 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
         if isinstance(error, MemoryError) or "out of memory" in text or "allocate mem" in text:
             raise
         why = _failed[device] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        _warnings.append(
+        defer_warning(
             f"hf_dlion's kernels can't run on {device} ({why}), so the optimizer's work takes "
             f"several times as long, with the same result. hf-dlion doctor checks this. Set "
             f"{SWITCH}=0 to hide the warning"

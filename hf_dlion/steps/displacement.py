@@ -27,6 +27,7 @@ from hf_dlion.ranks.stats import SAMPLE, WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.means import average_message, set_means
+from hf_dlion.user_warning import defer_warning
 
 # Many elements go one way in nearly all steps of a period, so |w| has a peak at its largest value,
 # which is the largest level of 2 to 8 bits.
@@ -47,10 +48,10 @@ _REMEDY = (
 
 def average_displacements(
     layout: Layout, gradient_counts: Sequence[int], context: StepContext, ranks: Topology
-) -> list[str]:
+) -> None:
     """Moves the parameters by the mean of how far the ranks moved; every rank must call this.
 
-    It returns warnings: a parameter that wasn't finite on this rank abstains.
+    A parameter that wasn't finite on this rank abstains, with a warning.
 
     Args:
         layout: The tensors, with local states.
@@ -66,7 +67,7 @@ def average_displacements(
             With 1 bit the amount is a mean, which shows only if most elements were replaced.
     """
     voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
-    by_voter, warnings = _amounts_by_voter(layout, scale, context, ranks)
+    by_voter = _amounts_by_voter(layout, scale, context, ranks)
     scale.set_magnitudes(layout.slots, by_voter)
     for slot, count, *amounts in zip(layout.slots, gradient_counts, *by_voter, strict=True):
         if not count and not any(amounts):  # No rank moved it.
@@ -84,15 +85,14 @@ def average_displacements(
         if piece.has(Field.MOVING):
             move_from_anchor(piece, piece.read(Field.MEAN, context.scratch), context)
     stats.lap("apply_s", layout.device)
-    return warnings
 
 
 def _amounts_by_voter(
     layout: Layout, scale: Scale, context: StepContext, ranks: Topology
-) -> tuple[list[list[float]], list[str]]:
-    """Returns the amount of each parameter by voter, and warnings of those that aren't finite."""
+) -> list[list[float]]:
+    """Returns the amount of each parameter by voter."""
     everyone = ranks.everyone
-    amounts, warnings = _amounts(layout, scale, context)
+    amounts = _amounts(layout, scale, context)
     anchors = [(slot.name, slot.local.anchor) for slot in layout.slots if slot.local is not None]
     words = torch.tensor(amounts, dtype=torch.float64, device="cpu").view(torch.int64).tolist()
     words.append(digest(fingerprints([anchor for _, anchor in anchors])))
@@ -107,24 +107,24 @@ def _amounts_by_voter(
     if ranks.node is not None:
         _refuse_unequal_nodes(table[:, -1].tolist(), ranks)
     voters = [everyone.global_ranks.index(rank) for rank in ranks.voters.global_ranks]
-    return [amounts_by_rank[voter] for voter in voters], warnings
+    return [amounts_by_rank[voter] for voter in voters]
 
 
-def _amounts(layout: Layout, scale: Scale, context: StepContext) -> tuple[list[float], list[str]]:
-    """Returns this rank's amounts, and warnings; a move that isn't finite is undone."""
-    source, warnings = partial(displacement, context=context), list[str]()
+def _amounts(layout: Layout, scale: Scale, context: StepContext) -> list[float]:
+    """Returns this rank's amounts; a move that isn't finite is undone, with a warning."""
+    source = partial(displacement, context=context)
     amounts = scale.amounts(layout.slots, layout.all_messages, source, context)
     for k, slot in enumerate(layout.slots):
         if not math.isfinite(amounts[k]):
             amounts[k] = 0.0
             _forget_move(slot)
-            warnings.append(
+            defer_warning(
                 f"the weights of {slot.name!r} were not finite on rank {dist.get_rank()}, which "
                 f"continues with those of the other ranks"
             )
         elif _was_replaced(slot, amounts[k]):
             amounts[k] = _REPLACED
-    return amounts, warnings
+    return amounts
 
 
 def _forget_move(slot: Slot) -> None:

@@ -131,30 +131,30 @@ class LocalSteps:
         agreed: Agreed,
         context: StepContext,
         ranks: Topology,
-    ) -> tuple[int, list[str]]:
+    ) -> int:
         """Ends the period; every rank must call this. Bytes: see `displacement`.
 
         `agreed` has how many ranks used each parameter. Votes, and the rounding of what moves,
-        depend on the number of the exchange, which `context` has. It returns this number, 0 without
-        a step since the last one, and warnings.
+        depend on the number of the exchange, which `context` has. It returns this number, or 0
+        without a step since the last one.
 
         Raises:
             Disagreement: On every rank, before a parameter moves, if weights were replaced on one.
         """
         if not self.states:
             self.reset(self.exchanges)
-            return 0, []
+            return 0
         stats = ranks.voters.stats
         stats.lap("", layout.device)
         for slot in layout.slots:
             slot.moves = slot.local is not None
-        warnings = average_displacements(layout, agreed.gradient_counts, context, ranks)
+        average_displacements(layout, agreed.gradient_counts, context, ranks)
         stats.exchanges += 1
         stats.abstentions += agreed.abstained
         self.reset(context.number)
         for slot in layout.slots:
             slot.local = slot.mean = None  # Frees anchors and means before momenta are averaged.
-        return context.number, warnings
+        return context.number
 
     # What the model shows.
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hf_dlion
-from hf_dlion import cli
+from hf_dlion import cli, user_warning
 from hf_dlion.cli import doctor
 from hf_dlion.gpu import form
 from hf_dlion.launch.network import Route
@@ -60,7 +60,7 @@ def test_a_machine_that_can_train_passes(report: Any) -> None:
 
 def test_an_old_triton_is_named(alone: pytest.MonkeyPatch) -> None:
     alone.setattr(form, "_failed", {})
-    alone.setattr(form, "_warnings", [])  # Or the next step in this process would warn.
+    alone.setattr(user_warning, "_deferred", [])  # Or the next step in this process would warn.
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr("triton.__version__", "3.3.1")
     found, text = doctor._kernels()
@@ -80,7 +80,7 @@ def test_a_gpu_on_which_torch_fails_would_not_train(alone: pytest.MonkeyPatch, r
     if torch.cuda.is_available():
         pytest.skip("here torch doesn't fail")
     alone.setattr(form, "_failed", {})
-    alone.setattr(form, "_warnings", [])  # Or the next step in this process would warn.
+    alone.setattr(user_warning, "_deferred", [])  # Or the next step in this process would warn.
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr(torch.cuda, "device_count", lambda: 1)
     alone.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
