@@ -93,6 +93,21 @@ class Guards:
         if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
             self.abstentions.check(ranks)
 
+    def check_wrapper(self, model: nn.Module) -> None:
+        """Refuses a wrapper that was made within a period of local steps.
+
+        Raises:
+            RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
+        """
+        wrapper = ddp.wrapper_in(model)
+        if wrapper is not None and wrapper not in ddp.hook_states(self._owner):
+            raise RuntimeError(
+                "attach() got another DDP wrapper between two exchanges of local steps. If it was "
+                "made since the last one, it holds rank 0's own weights on every rank. Call "
+                "optimizer.exchange_now() before you wrap the model, or optimizer.detach() now to "
+                "go on with the weights of the last exchange"
+            )
+
     def warn_about_waits(self, model: nn.Module, ranks: Topology | None) -> None:
         """Warns on rank 0 if DDP lets nodes wait for one another in every local step."""
         wrapper, every = ddp.wrapper_in(model), self._options.vote_every

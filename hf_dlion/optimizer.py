@@ -213,8 +213,8 @@ class DistributedLion(torch.optim.Optimizer):
             TypeError: If `model` isn't a DDP wrapper or an FSDP2 model.
             ValueError: If the wrapper has none of the optimizer's parameters, or averages over
                 other ranks; or if an option selects by a name that no parameter has.
-            RuntimeError: If trainable parameters belong to no optimizer, or if the wrapper reduces
-                gradients in a way that a hook can't replace.
+            RuntimeError: If trainable parameters belong to no optimizer, if the wrapper reduces
+                gradients in a way that a hook can't replace, or if it was made during local steps.
         """
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
@@ -226,7 +226,10 @@ class DistributedLion(torch.optim.Optimizer):
             if sharded not in self.params.fsdp_models:
                 self.params.fsdp_models.append(sharded)
         else:
+            if self.local is not None and self.local.states and not self.local.shows_anchors():
+                self.guards.check_wrapper(model)
             ddp.attach(model, self)
+        self.params.forget_layout()
         self.peers.note_attach()
         self.guards.warn_about_waits(model, self.peers.ranks)  # Last: it may be an error.
 
@@ -357,6 +360,7 @@ class DistributedLion(torch.optim.Optimizer):
         report, layout = Report(Kind.STEP), Layout()
         try:
             with self.peers.all_or_none(report):  # What fails in here waits for the header.
+                scaled = self.params.take_scale()
                 layout = self.params.fresh_layout()
                 if self.local is not None:  # Before a closure can fail, so ranks meet anyway.
                     report.kind = self.local.next_kind(layout)
@@ -364,7 +368,7 @@ class DistributedLion(torch.optim.Optimizer):
                     with torch.enable_grad():
                         loss = closure()
                     layout = self.params.fresh_layout()
-                report.finite = self.params.collect(layout)
+                report.finite = self.params.collect(layout, *scaled)
                 report.present = [slot.grad is not None for slot in layout.slots]
                 self.guards.check(layout, report, self.peers.ranks)
                 if self.local is not None:
@@ -437,7 +441,7 @@ class DistributedLion(torch.optim.Optimizer):
                     if slot.full_precision:
                         self.params.take_momentum(slot)
                 equal = self.guards.momenta_equal
-                step_in_full_precision(layout, agreed, ranks.voters, context, equal=equal)
+                step_in_full_precision(layout, agreed, ranks, context, equal=equal)
                 self.guards.momenta_equal = True
         self._count_step(context.number)
         return context.number
@@ -474,7 +478,7 @@ class DistributedLion(torch.optim.Optimizer):
 
         Those of frozen parameters are averaged, too. The state dict of any rank then fits all
         ranks. Bytes per rank: a header, 8 (N - 1) ceil(P / 64) for all P parameters, and
-        8 (N - 1) / N per element.
+        those of `means.average_whole`.
 
         Raises:
             Disagreement: On every rank, if another rank does something else, or the ranks differ.
@@ -487,7 +491,7 @@ class DistributedLion(torch.optim.Optimizer):
             what = "which parameters have a momentum"
             by_rank = gather_bools(ranks.everyone, has_momentum, what)
             with_momentum = [p for p, *have in zip(params, *by_rank, strict=True) if any(have)]
-            average_whole([self.params.flat_momentum(p) for p in with_momentum], ranks.voters)
+            average_whole([self.params.flat_momentum(p) for p in with_momentum], ranks)
 
     @torch.no_grad()
     def check_replicas(self) -> None:

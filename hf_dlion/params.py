@@ -205,16 +205,26 @@ class Params:
         _check_memory(slots)
         return Layout(key, slots)
 
-    def collect(self, layout: Layout) -> bool:
+    def take_scale(self) -> tuple[Tensor | float | None, Tensor | None]:
+        """Returns what GradScaler left for this step, its scale and whether it found an Inf.
+
+        A step that raises takes them, too: GradScaler multiplies a scale that it finds.
+        """
+        optimizer = self._optimizer
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if scale is not None or found_inf is not None:
+            optimizer.grad_scale, optimizer.found_inf = 1.0, None
+        return scale, found_inf
+
+    def collect(
+        self, layout: Layout, scale: Tensor | float | None, found_inf: Tensor | None
+    ) -> bool:
         """Fills the layout with gradients and momenta; returns whether gradients are finite.
 
         Unscales what GradScaler left scaled.
         """
-        slots, optimizer = layout.slots, self._optimizer
-        scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        if scale is not None or found_inf is not None:  # Of this step only, also if it fails.
-            optimizer.grad_scale, optimizer.found_inf = 1.0, None  # GradScaler multiplies a scale.
+        slots = layout.slots
         for slot in slots:
             p = slot.param
             if p.grad is not None and p.requires_grad:

@@ -12,7 +12,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
 from tests.support.steps import plain, single
-from tests.support.training import batch
+from tests.support.training import batch, filled
 
 
 def test_scaled_gradients_of_float16_are_refused() -> None:
@@ -26,13 +26,16 @@ def test_scaled_gradients_of_float16_are_refused() -> None:
     assert optimizer.steps == 1
 
 
-def test_a_step_that_raises_at_a_gradient_leaves_no_scale() -> None:
-    embedding = nn.Embedding(4, 64, sparse=True)
+@pytest.mark.parametrize("where", ["a gradient", "the parameters"])
+def test_a_step_that_raises_leaves_no_scale(where: str) -> None:
+    weight = nn.Embedding(4, 64, sparse=where == "a gradient").weight
+    again = nn.Parameter(weight.detach()) if where == "the parameters" else filled(1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = DistributedLion(embedding.parameters(), lr=0.01, betas=(0.5, 0.5))
+    optimizer = DistributedLion([weight, again], lr=0.01)
     for _ in range(2):  # GradScaler squares a scale that it finds.
-        scaler.scale(embedding(torch.zeros(1, dtype=torch.long)).sum()).backward()
-        with pytest.raises(NotImplementedError, match="sparse"):
+        looked_up = nn.functional.embedding(torch.tensor([1]), weight, sparse=where == "a gradient")
+        scaler.scale(looked_up.sum() + again.sum()).backward()
+        with pytest.raises((NotImplementedError, ValueError), match=r"must be dense|share memory"):
             scaler.step(optimizer)
         assert optimizer.grad_scale == 1.0
         scaler.update()

@@ -202,6 +202,24 @@ def test_nodes_refuse_parameters_that_no_hook_averages(rank: int, how: str, name
     optimizer.detach()
 
 
+@on_ranks(4)
+def test_another_wrapper_is_checked_like_the_first(rank: int) -> None:
+    """Its hook doesn't average what was frozen when it was made."""
+    ddp, optimizer = attached(local_group=2)
+    model = ddp.module
+    take_step(optimizer, ddp, batch(0, rank))
+    del ddp
+    gc.collect()
+    model[0].weight.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model[0].weight.requires_grad_(True)
+    optimizer.attach(ddp)
+    backward(ddp, batch(1, rank))
+    with pytest.raises(RuntimeError, match="DDP doesn't average the gradient of"):
+        optimizer.step()
+    optimizer.detach()
+
+
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("how", ["the model", "no_sync", "an unused parameter"])
 @on_ranks(2)

@@ -79,7 +79,7 @@ def average_displacements(
         tasks.append(average_message(message, scale, source, move, context, ranks))
     in_lockstep(tasks)
     # Tensors of `full_precision` are averaged without votes.
-    set_means(layout, _whole_displacement, [voters.world_size] * len(layout.slots), voters)
+    set_means(layout, _whole_displacement, [voters.world_size] * len(layout.slots), ranks)
     stats.lap("exchange_s", layout.device)
     for piece in (piece for message in layout.averaged_messages for piece in message.pieces):
         if piece.has(Field.MOVING):

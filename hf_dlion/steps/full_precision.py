@@ -13,24 +13,24 @@ from hf_dlion.core.lion import plain_lion
 from hf_dlion.core.slot import Slot
 from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.compare import fingerprints
-from hf_dlion.ranks.wire import Wire, digest
+from hf_dlion.ranks.topology import Topology
+from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.means import average_whole, set_means
 
 
 def step_in_full_precision(
-    layout: Layout, agreed: Agreed, wire: Wire, context: StepContext, *, equal: bool
+    layout: Layout, agreed: Agreed, ranks: Topology, context: StepContext, *, equal: bool
 ) -> None:
-    """Takes plain Lion's step on mean gradients; every voter must call this.
+    """Takes plain Lion's step on mean gradients; every rank must call this.
 
     The mean is over the voters that have a finite gradient, and a gradient of None counts as zeros.
     All slots have a momentum. `equal`, the same on every voter, says whether the voters' momenta
-    are known to be equal. Each rank sends 2 (N - 1) ceil(n / N) elements for the n elements of one
-    message and dtype, as in a ring.
+    are known to be equal. Bytes: `means.sum_over_voters` of each message and dtype.
     """
     slots = [slot for slot in layout.slots if slot.full_precision]
     if not equal:
-        _equalize(slots, wire)
-    set_means(layout, attrgetter("grad"), agreed.gradient_counts, wire)
+        _equalize(slots, ranks)
+    set_means(layout, attrgetter("grad"), agreed.gradient_counts, ranks)
     for slot in slots:
         slot.grad = slot.mean
         if slot.grad is None:
@@ -42,13 +42,13 @@ def step_in_full_precision(
     plain_lion(layout.averaged_messages, context, exact=True)
 
 
-def _equalize(slots: Sequence[Slot], wire: Wire) -> None:
+def _equalize(slots: Sequence[Slot], ranks: Topology) -> None:
     """Averages momenta over the voters if they differ, for example after a load."""
     momenta = [slot.momentum for slot in slots if slot.momentum is not None]
     ages = [age for slot in slots if (age := slot.state.get(AGE)) is not None]
     words = [digest(fingerprints([*momenta, *ages]))]
-    hashes = wire.gather_words(words, "hashes of momenta")
+    hashes = ranks.voters.gather_words(words, "hashes of momenta")
     if len(set(hashes.view(-1).tolist())) > 1:
-        average_whole(momenta, wire)
+        average_whole(momenta, ranks)
         for slot in slots:
             slot.state.pop(AGE, None)

@@ -117,7 +117,7 @@ class LocalSteps:
             slot.local, slot.moves = self.states[slot.param], slot.grad is not None
         context.age_rows(layout.slots)
         form.local_step(layout.all_messages, context)
-        # Last, because a step that fails above isn't counted, and all ranks must decay alike.
+        # Last: if a step without a header fails above and is taken again, it must decay once.
         for slot in layout.slots:
             state = self.states[slot.param]
             state.used |= slot.moves

@@ -16,7 +16,6 @@ from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Slot
 from hf_dlion.ranks.routes import Task, verdict_of
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.ranks.wire import Wire
 
 
 def average_message(
@@ -41,11 +40,14 @@ def average_message(
 
 
 def set_means(
-    layout: Layout, source: Callable[[Slot], Tensor | None], divisors: Sequence[int], wire: Wire
+    layout: Layout,
+    source: Callable[[Slot], Tensor | None],
+    divisors: Sequence[int],
+    ranks: Topology,
 ) -> None:
     """Sets the slots' means: the sum of `source` over the voters, divided by the slot's divisor.
 
-    Every voter must call this. `source` returns a flat tensor, and None counts as zeros. Means are
+    Every rank must call this. `source` returns a flat tensor, and None counts as zeros. Means are
     flat, float64 for float64 parameters, else float32. They are None for slots that don't move.
     """
     for slot in layout.slots:
@@ -63,26 +65,43 @@ def set_means(
             if slot.mean is not None:
                 by_dtype.setdefault(slot.mean.dtype, []).append(slot.mean[start:stop])
         for parts in by_dtype.values():
-            flat = torch.cat(parts)
-            sent = flat.to(wire.device_for(flat.device))
-            wire.all_reduce(sent, "tensors in full precision").wait()
-            flat.copy_(sent)
+            flat = sum_over_voters(torch.cat(parts), "tensors in full precision", ranks)
             torch._foreach_copy_(parts, list(torch.split(flat, [part.numel() for part in parts])))
     for slot, divisor in zip(layout.slots, divisors, strict=True):
         if slot.full_precision and slot.mean is not None:
             divided(slot.mean, divisor)
 
 
-def average_whole(momenta: Sequence[Tensor], voters: Wire) -> None:
-    """Replaces flat momenta by their means over the voters; every voter must call this.
+def average_whole(momenta: Sequence[Tensor], ranks: Topology) -> None:
+    """Replaces flat momenta by their means over the voters; every rank must call this.
 
-    Bytes per rank: 8 (N - 1) / N per element, 16 (N - 1) / N in float64.
+    Bytes per rank: those of `sum_over_voters`, in float32, or float64 for float64 momenta.
     """
     for momentum in momenta:
-        dtype = torch.promote_types(momentum.dtype, torch.float32)
-        total = momentum.to(voters.device_for(momentum.device), dtype, copy=True)
-        voters.all_reduce(total, "momenta").wait()
-        set_without_infs(momentum, divided(total, voters.world_size))
+        wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
+        total = sum_over_voters(wide, "momenta", ranks)
+        set_without_infs(momentum, divided(total, ranks.voters.world_size))
+
+
+def sum_over_voters(flat: Tensor, what: str, ranks: Topology) -> Tensor:
+    """Returns the sum of a flat tensor over the voters, in new memory; every rank must call this.
+
+    If nodes vote, each of the L ranks of a node adds up one L-th, so that all of them have the same
+    bits, in whatever order a backend adds. Bytes per rank, for n elements of z bytes, with
+    s = ceil(n / L): 2 (N - 1) ceil(s / N) z to other nodes, and (L - 1) s z inside the node.
+    """
+    wire, node, size = ranks.voters, ranks.node, flat.numel()
+    total = flat.to(wire.device_for(flat.device), copy=True)
+    if node is None:
+        wire.all_reduce(total, what).wait()
+    else:
+        shares = torch.nn.functional.pad(total, (0, -size % ranks.local_size))
+        shares = shares.view(ranks.local_size, -1)
+        own = shares[node.rank].clone()
+        wire.all_reduce(own, what).wait()
+        node.all_gather(shares, own, what).wait()
+        total = shares.view(-1)[:size]
+    return total.to(flat.device)
 
 
 def set_without_infs(momentum: Tensor, values: Tensor) -> None:

@@ -81,8 +81,8 @@ def average_momenta(momenta: Sequence[Tensor], ranks: Topology, start: int, stop
     The flat momenta count as one sequence, and the slice is its elements `start` to `stop` - 1.
     With q the momentum rounded to bfloat16 and M the mean of all q, rounded to bfloat16, m becomes
     M + (m - q), so each rank keeps its own rounding error. If nodes vote, each of the L ranks of a
-    node averages one L-th. Bytes per rank, for n elements: 4 (N - 1) ceil(n / LN) to other nodes,
-    and 2 (L - 1) N ceil(n / LN) inside the node.
+    node averages one L-th. Bytes per rank, for n elements with s = ceil(n / (L N)): 4 (N - 1) s to
+    other nodes, and 2 (L - 1) N s inside the node.
     """
     size = PART * ranks.voters.world_size
     for first in range(start, stop, size):

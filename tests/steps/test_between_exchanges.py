@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion.checkpoint import load_momentum, save_momentum
 from hf_dlion.core.slot import LocalState
@@ -172,6 +173,19 @@ def test_a_parameter_that_is_frozen_for_an_exchange_only_goes_on(
 
 
 @on_ranks(2)
+def test_a_local_step_after_an_attach_begins_with_a_header(rank: int) -> None:
+    ddp, optimizer = attached(vote_every=9)
+    sent = []
+    for step in range(5):
+        if step == 3:
+            optimizer.attach(ddp)
+        take_step(optimizer, ddp, batch(step, rank))
+        sent.append(optimizer.wire.last_bytes_sent)
+    assert [count > 0 for count in sent] == [True, False, False, True, False]
+    optimizer.detach()
+
+
+@on_ranks(2)
 def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
     """Calls `attach`, `detach`, and `step` after local steps."""
     model, optimizer = plain(vote_every=3)
@@ -182,6 +196,9 @@ def test_a_wrong_order_of_calls_is_refused(rank: int) -> None:
         optimizer.common_weights(),
     ):
         step()
+    ddp = DistributedDataParallel(model)  # gives rank 1 the own weights of rank 0
+    with pytest.raises(RuntimeError, match=r"got another DDP wrapper between two exchanges"):
+        optimizer.attach(ddp)
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         optimizer.attach(model)
     optimizer.detach()

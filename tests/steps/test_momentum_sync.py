@@ -13,7 +13,7 @@ import hf_dlion.steps.momentum_sync as momentum_sync
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.steps.means import average_whole
+from hf_dlion.steps.means import average_whole, sum_over_voters
 from hf_dlion.steps.momentum_sync import average_momenta, slice_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import backward, drawn, plain, single, take_step
@@ -81,6 +81,18 @@ def test_the_ranks_of_a_node_share_the_averaging(rank: int) -> None:
     assert sent == [(4 * (8 + 8 + 1), 2 * 2 * (8 + 8 + 1)), (4 * (16 + 16 + 2), 0)]
 
 
+@on_ranks(4)
+def test_the_ranks_of_a_node_share_a_sum_in_full_precision(rank: int) -> None:
+    nodes = Topology(local_group=2)
+    nodes.form()
+    stats = nodes.voters.stats
+    before, flat = (stats.bytes_sent, stats.node_bytes_sent), drawn([5], rank // 2)
+    total = sum_over_voters(flat, "a test", nodes)
+    assert torch.equal(total, drawn([5], 0) + drawn([5], 1))
+    assert torch.equal(flat, drawn([5], rank // 2))
+    assert (stats.bytes_sent - before[0], stats.node_bytes_sent - before[1]) == (2 * 2 * 4, 3 * 4)
+
+
 @on_ranks(2)
 def test_means_of_momenta_are_finite_and_as_precise_as_the_momenta(rank: int) -> None:
     """Averages momenta next to the largest number of their dtype, and float64 ones."""
@@ -89,7 +101,7 @@ def test_means_of_momenta_are_finite_and_as_precise_as_the_momenta(rank: int) ->
     average_momenta([half], ranks, 0, 2)
     brain = torch.full((2,), 3e38, dtype=torch.bfloat16)
     double = torch.full((2,), 1 / 3, dtype=torch.float64)
-    average_whole([brain, double], ranks.voters)
+    average_whole([brain, double], ranks)
     average_momenta([double], ranks, 0, 2)
     assert all(map(math.isfinite, half.tolist() + brain.tolist()))
     assert double.tolist() == [1 / 3, 1 / 3]
