@@ -22,7 +22,7 @@ import hf_dlion
 from hf_dlion import guards
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.wire import LostRank
-from tests.support.spawn import forked, on_ranks, run_script
+from tests.support.spawn import ends_of, forked, on_ranks, run_script
 from tests.support.steps import backward, bits_of, plain, single, take_step
 from tests.support.training import batch, error_of, is_equal_everywhere, warned
 
@@ -34,9 +34,7 @@ PACKAGE = str(Path(hf_dlion.__file__).parent) + os.sep
     ("when", "what"), [("local step", "a header"), ("exchange", "how far weights were moved")]
 )
 def test_a_lost_rank_is_named_at_the_next_exchange(tmp_path: Path, when: str, what: str) -> None:
-    processes = [forked(leaves, rank, tmp_path, when) for rank in (0, 1)]
-    for process in processes:
-        process.join(60.0)
+    assert ends_of([forked(leaves, rank, tmp_path, when) for rank in (0, 1)]) == [0, 0]
     said = (tmp_path / "said").read_text()
     assert said.startswith(f"step 7: rank 0 lost rank 1 while waiting for {what}")
 

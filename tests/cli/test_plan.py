@@ -668,7 +668,8 @@ def recommended(plan: dict[str, Any], nodes: int) -> str:
     times = {method["name"]: method["step_ms"] for method in plan["methods"]}
     adamw = min(times["AdamW on one node"], times["AdamW with DDP bf16 hook"])
     (local,) = [n for n in times if "vote_every" in n and n.endswith("momenta") == (nodes >= 4)]
-    if times["DistributedLion"] / times[local] < 1.1:
+    assert "DistributedLion" in plan["advice"].split(" pays: ")[0]
+    if f"{local} is predicted" not in plan["advice"]:
         return f"no option, {adamw / times['DistributedLion']:.1f}x"
     assert "vote_every=32" in local
     return f"`vote_every=32`{' and momenta' * (nodes >= 4)}, {adamw / times[local]:.1f}x"

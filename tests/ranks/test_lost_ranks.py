@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -20,7 +21,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks import lost_ranks
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import LostRank, Wire
-from tests.support.spawn import forked, free_port, on_ranks, run_script
+from tests.support.spawn import ends_of, forked, free_port, on_ranks, run_script
 
 
 def loses_a_rank(rank: int, ranks: int, store: str, folder: Path, way: str) -> None:
@@ -49,7 +50,8 @@ def loses_a_rank(rank: int, ranks: int, store: str, folder: Path, way: str) -> N
     while len(list(folder.glob("message_*"))) < ranks - 1:
         time.sleep(0.1)
     if way == "is stopped":
-        os.kill(int((folder / f"pid_{lost}").read_text()), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # Another rank has killed it.
+            os.kill(int((folder / f"pid_{lost}").read_text()), signal.SIGKILL)
     os._exit(0)
 
 
@@ -67,11 +69,10 @@ def assert_the_last_is_named(folder: Path, ranks: int) -> None:
 @pytest.mark.parametrize("way", ["is killed", "is stopped", "leaves"])
 def test_only_the_lost_rank_is_named(tmp_path: Path, way: str, ranks: int) -> None:
     store = f"tcp://127.0.0.1:{free_port()}"  # in rank 0's process
-    numbers = range(ranks)
-    processes = [forked(loses_a_rank, rank, ranks, store, tmp_path, way) for rank in numbers]
-    for process in processes:
-        process.join(60.0)
-        process.kill()
+    ends = ends_of(
+        [forked(loses_a_rank, rank, ranks, store, tmp_path, way) for rank in range(ranks)]
+    )
+    assert ends == [0] * (ranks - 1) + [0 if way == "leaves" else -signal.SIGKILL]
     assert_the_last_is_named(tmp_path, ranks)
 
 
@@ -98,10 +99,8 @@ def looks_for_reports_in_one_of_two_groups(rank: int, folder: Path) -> None:
 
 @pytest.mark.multiproc
 def test_all_ranks_look_for_the_reports_of_the_same_group(tmp_path: Path) -> None:
-    processes = [forked(looks_for_reports_in_one_of_two_groups, r, tmp_path) for r in range(2)]
-    for process in processes:
-        process.join(60.0)
-    assert [process.exitcode for process in processes] == [0, 0]
+    ranks = [forked(looks_for_reports_in_one_of_two_groups, rank, tmp_path) for rank in range(2)]
+    assert ends_of(ranks) == [0, 0]
 
 
 @pytest.mark.parametrize("store", ["is silent", "fails"])

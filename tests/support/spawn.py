@@ -174,6 +174,17 @@ def forked(function: Callable[..., None], *args: Any) -> multiprocessing.process
     return process
 
 
+def ends_of(
+    processes: Sequence[multiprocessing.process.BaseProcess], seconds: float = 60.0
+) -> list[int | None]:
+    """Waits for forked processes, kills those that are late, and returns their exit codes."""
+    for process in processes:
+        process.join(seconds)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
 class RankPools(dict[int, RankPool]):
     """One pool per world size: `pools(2).run(f)`."""
 

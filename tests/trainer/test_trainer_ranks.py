@@ -435,7 +435,7 @@ def test_trls_own_script_trains_saves_and_resumes(tmp_path: Path) -> None:
         assert (end / "dlion_momentum_1_of_2.safetensors").exists()
         (end / "trainer_state.json").unlink()
         saved.append(weights_in(end))
-    run(resume=True)
+    assert run(resume=True).count("dlion/wire_mb_per_step") == 2 + 2 + 1
     assert all((end / "trainer_state.json").exists() for end in ends)
     assert [weights_in(end) for end in ends] == saved
 
