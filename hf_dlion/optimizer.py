@@ -247,7 +247,7 @@ class DistributedLion(torch.optim.Optimizer):
         self.peers.note_attach()
         if self.local is not None:
             for param, state in self.local.states.items():
-                state.leave(fsdp.local_part(param.detach()))
+                state.restore_anchor(fsdp.local_part(param.detach()))
             self.local.reset(self.local.exchanges)
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.

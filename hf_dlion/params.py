@@ -183,7 +183,7 @@ class Params:
             if self._layout.key != key:
                 self._layout = self._laid_out(key, {p for _, p in trained})
                 for p in states.keys() - {p for _, p in trained}:
-                    states.pop(p).leave(fsdp.local_part(p.detach()))
+                    states.pop(p).restore_anchor(fsdp.local_part(p.detach()))
             for slot in self._layout.slots:
                 slot.part = fsdp.local_part(slot.param.detach())
                 slot.p = flat_view(slot.part)

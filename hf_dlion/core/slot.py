@@ -46,7 +46,7 @@ class LocalState:
         is_low = part.dtype in LOW_PRECISION
         return cls(part.clone(), torch.zeros_like(part) if is_low else None)
 
-    def leave(self, part: Tensor) -> None:
+    def restore_anchor(self, part: Tensor) -> None:
         """Puts the anchor into the parameter, unless the model shows it."""
         if self.own is None and self.anchor.shape == part.shape:
             part.copy_(self.anchor)
@@ -54,7 +54,7 @@ class LocalState:
     def show(self, part: Tensor) -> None:
         """Puts the anchor into the parameter, and keeps this rank's weights."""
         own = part.clone()
-        self.leave(part)
+        self.restore_anchor(part)
         self.own = own
 
     def hide(self, part: Tensor) -> None:

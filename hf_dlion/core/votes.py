@@ -79,7 +79,7 @@ class Verdict:
     row_voters: Tensor | None
 
 
-def verdict_on(
+def count_votes(
     planes: Tensor, active: Tensor, rows: Rows, words: slice, rule: Rule, phase: int
 ) -> Verdict:
     """Returns the verdict of all voters' votes on a slice of the words of `rows`.

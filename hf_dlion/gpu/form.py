@@ -136,7 +136,7 @@ def end_period(message: Message, mean: Mean) -> None:
             lion.move_from_anchor(piece, mean.of(piece), context)
 
 
-def verdict_on(
+def count_votes(
     planes: Tensor, active: Tensor, rows: Rows, words: slice, rule: Rule, phase: int, size: int
 ) -> Verdict:
     """Returns the verdict of all ranks' votes on a slice of a message's words.
@@ -146,15 +146,15 @@ def verdict_on(
     """
     voters, bits, _ = planes.shape
     if bits == 1 and voters <= MOST_VOTERS and not refusal(planes.device):
-        return launches.verdict_on(planes, active, rows, words, rule, phase, size)
-    return votes.verdict_on(planes, active, rows, words, rule, phase)
+        return launches.count_votes(planes, active, rows, words, rule, phase, size)
+    return votes.count_votes(planes, active, rows, words, rule, phase)
 
 
-def verdict_on_equal(sent: Votes, voters: int, rule: Rule, phase: int) -> Verdict:
+def count_equal_votes(sent: Votes, voters: int, rule: Rule, phase: int) -> Verdict:
     """Returns the verdict if all voters send the same votes, without any communication."""
     planes, active = sent.planes.expand(voters, -1, -1), sent.row_bits.expand(voters, -1)
     words = planes.shape[2]
-    return verdict_on(planes, active, sent.rows, slice(0, words), rule, phase, words)
+    return count_votes(planes, active, sent.rows, slice(0, words), rule, phase, words)
 
 
 def _launched(

@@ -278,23 +278,23 @@ def abstain(rows: Rows, planes: Tensor, row_flags: Tensor) -> None:
     )  # fmt: skip
 
 
-def verdict_on(
+def count_votes(
     planes: Tensor, active: Tensor, rows: Rows, words: slice, rule: Rule, phase: int, size: int
 ) -> Verdict:
-    """Returns the verdict of all ranks' votes of one bit; see `votes.verdict_on`.
+    """Returns the verdict of all ranks' votes of one bit; see `votes.count_votes`.
 
     It has planes of `size` words, with zeros after the slice.
     """
     verdict = planes.new_empty(rule.plane_count, size)
     row_voters = torch.empty(len(rows), dtype=torch.int32, device=planes.device)
-    count_votes(
+    launch_count_votes(
         rows, planes[:, 0], active, verdict, row_voters, first=words.start,
         size=words.stop - words.start, tie=alternating_word(phase), rule=rule.name,
     )  # fmt: skip
     return Verdict(verdict, row_voters)
 
 
-def count_votes(
+def launch_count_votes(
     rows: Rows, planes: Tensor, packed: Tensor, verdict: Tensor, row_voters: Tensor, *,
     first: int, size: int, tie: int, rule: str,
 ) -> None:  # fmt: skip

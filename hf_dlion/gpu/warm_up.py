@@ -104,7 +104,7 @@ def _take_steps(
         set_mean_magnitudes(layout, context)
         for message in layout.messages:
             step = form.vote_of(message, context)
-            step.move(form.verdict_on_equal(step.encode(), voters, rule, context.phase), rule)
+            step.move(form.count_equal_votes(step.encode(), voters, rule, context.phase), rule)
         _check_sums(layout, -64.0)
 
 
@@ -120,7 +120,7 @@ def _end_period(message: Message, context: StepContext) -> None:
     planes = planes.view(-1, 1).expand(bits, message.words).contiguous()
     active = torch.ones(len(message.rows), dtype=torch.bool, device=message.device)
     votes = Votes(planes, active, message.rows)
-    verdict = form.verdict_on_equal(votes, context.voters, rule, context.phase)
+    verdict = form.count_equal_votes(votes, context.voters, rule, context.phase)
     form.end_period(message, Mean(votes, verdict, rule, scale, context))
 
 

@@ -63,7 +63,7 @@ def bytes_per_word(rule: Rule, bits: int, ranks: int) -> float:
     return min(size("gather"), size("two_phase")) / ranks
 
 
-def verdict_of(
+def exchange_votes(
     votes: Votes, rule: Rule, context: StepContext, ranks: Topology
 ) -> Generator[None, None, Verdict]:
     """Sends this rank's votes of a message and returns the verdict; every rank must do this.
@@ -127,7 +127,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     active, planes = received[:, :flag_words], received[:, flag_words:]
     planes = planes.reshape(wire.world_size, bits, words)
     message_words = slice(votes.first, votes.first + words)
-    return form.verdict_on(planes, active, votes.rows, message_words, rule, phase, words)
+    return form.count_votes(planes, active, votes.rows, message_words, rule, phase, words)
 
 
 def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None, None, Verdict]:
@@ -149,7 +149,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
         each.wait()
     share = _share(wire.rank, words_each, words, votes.first)
     received, all_active = received.to(device), all_active.to(device)
-    shares = form.verdict_on(received, all_active, votes.rows, share, rule, phase, words_each)
+    shares = form.count_votes(received, all_active, votes.rows, share, rule, phase, words_each)
     sent = _padded(shares.planes, words_each).to(on_wire)
     received = sent.new_empty(ranks, *sent.shape)
     verdict = wire.all_gather(received, sent, "a verdict")

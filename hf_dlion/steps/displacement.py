@@ -130,7 +130,7 @@ def _amounts(layout: Layout, scale: Scale, context: StepContext) -> list[float]:
 def _forget_move(slot: Slot) -> None:
     """Puts the anchor into a slot; one that isn't finite itself takes no part on any rank."""
     if slot.local is not None:
-        slot.local.leave(slot.part)
+        slot.local.restore_anchor(slot.part)
     if slot.compensation is not None:
         slot.compensation.zero_()
     if not slot.p.isfinite().all():

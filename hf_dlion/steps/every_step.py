@@ -3,7 +3,7 @@
     collect, agree     before: `DistributedLion.step`, which ends in the header
     choose             before: `DistributedLion._vote`, which tensors move, and who abstains
     encode             u and m, then the votes
-    send and count     `routes.verdict_of`
+    send and count     `routes.exchange_votes`
     move               p = p * decay - lr * v
 
 Messages take turns (`routes.in_lockstep`), so one is encoded while another is sent.
@@ -16,7 +16,7 @@ from hf_dlion.core.layout import Layout, Message
 from hf_dlion.core.lion import set_mean_magnitudes
 from hf_dlion.core.rule import Majority, Rule, rule_of
 from hf_dlion.gpu import form
-from hf_dlion.ranks.routes import Task, in_lockstep, verdict_of
+from hf_dlion.ranks.routes import Task, exchange_votes, in_lockstep
 from hf_dlion.ranks.topology import Topology
 
 
@@ -34,7 +34,7 @@ def vote_on_message(message: Message, context: StepContext, rule: Rule, ranks: T
     stats, step = ranks.voters.stats, form.vote_of(message, context)
     votes = step.encode()
     stats.lap("encode_s", message.device)
-    verdict = yield from verdict_of(votes, rule, context, ranks)
+    verdict = yield from exchange_votes(votes, rule, context, ranks)
     stats.lap("exchange_s", message.device)
     if context.bits == 1 and isinstance(rule, Majority):
         stats.note_votes(message, votes, verdict)

@@ -14,7 +14,7 @@ from hf_dlion.core.lion import Source, encode
 from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.rule import Average
 from hf_dlion.core.slot import Slot
-from hf_dlion.ranks.routes import Task, verdict_of
+from hf_dlion.ranks.routes import Task, exchange_votes
 from hf_dlion.ranks.topology import Topology
 
 
@@ -33,7 +33,7 @@ def average_message(
     stats, rule = ranks.voters.stats, Average(ranks.voters.world_size, scale.bits)
     votes = encode(message, context, source, bits=scale.bits, by_tensor=True)
     stats.lap("encode_s", message.device)
-    verdict = yield from verdict_of(votes, rule, context, ranks)
+    verdict = yield from exchange_votes(votes, rule, context, ranks)
     stats.lap("exchange_s", message.device)
     move(message, Mean(votes, verdict, rule, scale, context))
     stats.lap("apply_s", message.device)

@@ -78,7 +78,7 @@ def test_counts_of_any_number_of_ranks_equal_the_definition() -> None:
             for rule, count in (("alternate", 1), ("zero", 2), ("average", ranks.bit_length())):
                 verdict = torch.full((count, size + 3), -1, device=DEVICE)
                 voters = torch.empty(len(rows), dtype=torch.int32, device=DEVICE)
-                launches.count_votes(
+                launches.launch_count_votes(
                     rows, planes[:, first:], packed, verdict, voters,
                     first=first, size=size, tie=0x5555555555555555, rule=rule,
                 )  # fmt: skip
@@ -259,7 +259,7 @@ def test_nothing_is_written_after_the_end(dtype: torch.dtype) -> None:
         spans = message.rows
         launches.abstain(spans, planes[:17], rows[:17])
         for rule in ("zero", "average"):
-            launches.count_votes(
+            launches.launch_count_votes(
                 spans, planes[:17].expand(2, 17), packed[:1].expand(2, 1),
                 verdict[:34].view(2, 17), voters[:17], first=0, size=17, tie=0, rule=rule,
             )  # fmt: skip

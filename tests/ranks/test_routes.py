@@ -10,7 +10,7 @@ from hf_dlion.core.layout import Scratch
 from hf_dlion.core.rule import Majority
 from hf_dlion.core.votes import Rows, Votes
 from hf_dlion.options import Options
-from hf_dlion.ranks.routes import _joined, verdict_of
+from hf_dlion.ranks.routes import _joined, exchange_votes
 from hf_dlion.ranks.topology import Topology
 from tests.support.spawn import on_ranks
 
@@ -37,5 +37,5 @@ def test_messages_of_both_routes_are_suspended_equally_often(rank: int, exchange
         number=1, voter=ranks.voter, voters=2, options=Options(exchange=exchange, local_group=2),
         groups=[], scratch=Scratch(),
     )  # fmt: skip
-    task = verdict_of(votes, Majority("alternate"), context, ranks)
+    task = exchange_votes(votes, Majority("alternate"), context, ranks)
     assert sum(1 for _ in task) == 4

@@ -238,7 +238,7 @@ def _local_work(param: Tensor) -> Calls:
     encode_displacement()
     rule, means = Average(ranks, bits), list[Mean]()
     for votes in sent:
-        verdict = form.verdict_on_equal(votes, ranks, rule, context.phase)
+        verdict = form.count_equal_votes(votes, ranks, rule, context.phase)
         means.append(Mean(votes, verdict, rule, SCALES[bits], context))
 
     def end_period() -> None:
@@ -281,7 +281,7 @@ def vote_work(
         sent[:] = [step.encode() for step in steps]
 
     def count_all(n: int) -> None:
-        verdicts[:] = [form.verdict_on_equal(votes, n, rule, context.phase) for votes in sent]
+        verdicts[:] = [form.count_equal_votes(votes, n, rule, context.phase) for votes in sent]
 
     def move_all() -> None:
         for step, verdict in zip(steps, verdicts, strict=True):
