@@ -111,7 +111,9 @@ def _trials(args: argparse.Namespace, text: str = "") -> list[Trial]:
             setattr(args, name, value)
     given = {"adamw": args.lr_adamw, "lion": args.lr_lion}
     names = ("sequence", "hidden", "layers", "steps", "weight_decay", "evaluations")
-    same = {name: getattr(args, name) for name in (*names, "real", "warmup", "bf16")}
+    same = {
+        name: getattr(args, name) for name in (*names, "real", "warmup", "bf16", "bf16_weights")
+    }
     same |= {"betas": tuple(args.betas), "adamw_betas": tuple(args.betas_adamw)}
     same |= {"clip": args.clip or 0.0, "folder": args.out}
     trials = []
@@ -211,6 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=_share, default=WARMUP, help=warmup)
     bf16 = "Compute the forward pass in bfloat16, by autocast (default: float32)."
     add("--bf16", action="store_true", help=bf16)
+    weights = "Train weights of bfloat16, with gradients and state of bfloat16 (default: float32)."
+    add("--bf16-weights", action="store_true", help=weights)
     factors = (
         "Multiply the learning rate of parameters whose names match; the first match counts "
         "(default: none)."

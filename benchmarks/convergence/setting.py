@@ -16,7 +16,7 @@ WARMUP = 0.05
 # Values that a run's identity leaves out, since older records don't have them.
 _LATER = {
     "clip": 0.0, "warmup": WARMUP, "lr_factors": (), "text": "", "vocabulary": 0, "untied": False,
-    "bf16": False, "adamw_betas": ADAMW_BETAS,
+    "bf16": False, "bf16_weights": False, "adamw_betas": ADAMW_BETAS,
 }  # fmt: skip
 # Where a run finds its files. Its result doesn't depend on them.
 _PLACES = ("folder", "files")
@@ -43,7 +43,8 @@ class Setting(Hyper):
         text: Hash of the contents of `files`, in the task "text".
         vocabulary: Number of tokens that the task "text" trains a tokenizer for.
         untied: Whether the head has weights of its own, in the task "text".
-        bf16: Whether the forward pass computes in bfloat16, by autocast. Weights are float32.
+        bf16: Whether the forward pass computes in bfloat16, by autocast.
+        bf16_weights: Whether weights, gradients, and the optimizer's state are bfloat16.
         folder: Folder of caches. It doesn't identify the run.
         files: Text files of the base, and those of the run. Their contents identify the run.
     """
@@ -64,6 +65,7 @@ class Setting(Hyper):
     vocabulary: int = 0
     untied: bool = False
     bf16: bool = False
+    bf16_weights: bool = False
     folder: str = dataclasses.field(default=".", compare=False)
     files: tuple[tuple[str, ...], ...] = dataclasses.field(default=((), ()), compare=False)
 

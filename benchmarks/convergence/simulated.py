@@ -105,7 +105,7 @@ class SimulatedLion(Workers):
         self.optimizer = distributed_lion(self.model, setting, **options)
         self.taken = 0
         self._sizes = [param.numel() for param in self.params]
-        dtype = self.optimizer.options.momentum_dtype
+        dtype = self.optimizer.options.momentum_dtype or self.params[0].dtype
         self.momenta = [torch.zeros(sum(self._sizes), dtype=dtype) for _ in self.numbers]
         self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.numbers]
         self._scratch = Scratch()

@@ -36,6 +36,8 @@ class Workers(ABC):
     def __init__(self, task: Task, setting: Setting) -> None:
         self.setting, self.numbers = setting, range(setting.workers)
         self.model = task.model(setting.seed)
+        if setting.bf16_weights:
+            self.model.to(torch.bfloat16)
         if setting.bf16:  # As Accelerate does it.
             self.model.forward = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
         groups = groups_of(self.model, setting)
