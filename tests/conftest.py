@@ -10,11 +10,15 @@ import collections
 import contextlib
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.support.spawn import RankPools
+
+# How many times as long as another test one that is marked `slow` takes, about.
+SLOW = 40
 
 # A time limit per example fails at random on a machine that is busy with several ranks.
 settings.register_profile("no deadline", deadline=None)
@@ -56,7 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def _longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items by file, so no worker begins with a long one when the other is done."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    count = collections.Counter(item.path for item in items)
-    return sorted(items, key=lambda item: (item.path not in slow, -count[item.path]))
+    """Returns the items by file, so no worker begins with a long one when the others are done."""
+    cost = collections.Counter[Path]()
+    for item in items:
+        cost[item.path] += SLOW if item.get_closest_marker("slow") else 1
+    return sorted(items, key=lambda item: -cost[item.path])
