@@ -227,14 +227,19 @@ def _reduced(
     hyper: Hyper,
     *,
     hook: Callable[..., Any] | None = None,
-    itemsize: int = 4,
+    itemsize: int | None = None,
     make: Callable[[nn.Module, Hyper], Optimizer] | None = None,
 ) -> Rank:
-    """Returns a rank whose optimizer uses gradients averaged by DDP."""
+    """Returns a rank whose optimizer uses gradients averaged by DDP.
+
+    `itemsize` is the bytes that DDP sends per element, if not those of a gradient.
+    """
     ddp = DistributedDataParallel(model, init_sync=False)  # All ranks set the same seed.
     if hook is not None:
         ddp.register_comm_hook(None, hook)
-    sent = ring_bytes(sum(param.numel() for param in trainable(model)), itemsize)
+    params = trainable(model)
+    each = params[0].itemsize if itemsize is None else itemsize
+    sent = ring_bytes(sum(param.numel() for param in params), each)
     return Rank(ddp, (make or adamw)(model, hyper), sent)
 
 

@@ -7,7 +7,7 @@ gloo adds the numbers of three and more ranks in another order (`adamw`, `lion`,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,11 @@ from hf_dlion.steps import local, momentum_sync
 from hf_dlion.steps.displacement import SCALES, displacement
 
 
+def all_reduced(tensors: Sequence[Tensor], ranks: int) -> int:
+    """Returns the bytes that a rank sends to average tensors of one dtype."""
+    return ring_bytes(sum(map(Tensor.numel, tensors)), tensors[0].itemsize, ranks)
+
+
 class Averaged(Workers):
     """One optimizer on the mean gradient."""
 
@@ -51,9 +56,7 @@ class Averaged(Workers):
             if param.grad is not None:
                 param.grad /= self.setting.workers
         self.clip()
-        self.bytes_sent += ring_bytes(
-            sum(map(Tensor.numel, self.params)), ranks=self.setting.workers
-        )
+        self.bytes_sent += all_reduced(self.params, self.setting.workers)
         set_lr(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -84,7 +87,7 @@ class SimulatedLocalSGD(Workers):
             mean = sum([own / ranks for own in of_param[1:]], of_param[0] / ranks)
             for own in of_param:
                 own.copy_(mean)
-        self.bytes_sent += ring_bytes(sum(map(Tensor.numel, self.params)), ranks=ranks)
+        self.bytes_sent += all_reduced(self.params, ranks)
 
     def evaluated(self, validation: Callable[[nn.Module], Any]) -> Any:
         self.show(0)

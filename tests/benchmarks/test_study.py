@@ -183,7 +183,7 @@ def test_the_pages_tables_of_distances_are_those_of_the_records(
     page = (DATA.parents[1] / "research" / "small_models.md").read_text()
     command = r"^python -m benchmarks\.convergence\.distances ((?:.*\\\n)*.*)$"
     commands = re.findall(command, page, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 3
     monkeypatch.chdir(DATA.parents[2])
     for words in commands:
         assert distances.main(shlex.split(words.replace("\\\n", ""))) == 0
