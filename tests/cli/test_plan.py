@@ -643,6 +643,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "hyperparameters.md"
 def test_the_examples_of_the_page_are_what_plan_recommends(model: str, capsys: Any) -> None:
     (table,) = re.findall(r"^\| nodes \|.*?\n\n", PAGE.read_text(), re.M | re.S)
     header, _, *rows = table.splitlines()[:-1]
+    faster = set()  # Cells than which PowerSGD is predicted to be at least 1.1 times as fast.
     links = [
         cell.replace(" Mbit/s", "mbit").replace(" Gbit/s", "gbit") for cell in cells_of(header)
     ]
@@ -651,10 +652,15 @@ def test_the_examples_of_the_page_are_what_plan_recommends(model: str, capsys: A
         for link, cell in zip(links[1:], said, strict=True):
             words = ["plan", model, "--ranks", nodes, "--link", link, "--gpu", "rtx4090"]
             assert cli.main([*words, "--format", "json"]) == 0
-            found = recommended(json.loads(capsys.readouterr().out), int(nodes))
+            predicted = json.loads(capsys.readouterr().out)
+            if "AdamW with PowerSGD rank 4 is predicted to be" in predicted["advice"]:
+                faster.add((nodes, link))
+            found = recommended(predicted, int(nodes))
             if model != "1b":  # It recommends the same, and gains may differ a little.
                 found, cell = (text.split(",")[0] for text in (found, cell))
             assert found == cell, (nodes, link)
+    slow = {(nodes, link) for nodes in "48" for link in ("100mbit", "1gbit")}
+    assert model != "1b" or faster == slow | {("8", "2.5gbit")}
 
 
 def cells_of(row: str) -> list[str]:

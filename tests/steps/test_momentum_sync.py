@@ -91,6 +91,7 @@ def test_the_ranks_of_a_node_share_a_sum_in_full_precision(rank: int) -> None:
     assert torch.equal(total, drawn([5], 0) + drawn([5], 1))
     assert torch.equal(flat, drawn([5], rank // 2))
     assert (stats.bytes_sent - before[0], stats.node_bytes_sent - before[1]) == (2 * 2 * 4, 3 * 4)
+    assert sum_over_voters(torch.empty(0), "a parameter without elements", nodes).shape == (0,)
 
 
 @on_ranks(2)
