@@ -20,8 +20,9 @@ Both also send one bit per row, set if the rank votes on the row. A step's heade
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -38,14 +39,22 @@ from hf_dlion.ranks.wire import Wire
 Task = Generator[None, None, None]
 
 
-def in_lockstep(tasks: Sequence[Task]) -> None:
-    """Resumes every task until it is next suspended, in turns, until all have ended.
+def run_as_pipeline(tasks: Iterable[Task]) -> None:
+    """Runs tasks so that each begins while the one before it waits for its data.
 
-    So all ranks begin collectives in the same order, also those of two groups, as NCCL needs. For
-    that, each task is suspended equally often before its node's collective, on either route.
+        encode 0    encode 1    encode 2    encode 3
+                    count 0     count 1     count 2
+                                move 0      move 1
+
+    So few messages are in memory at a time. Each task is suspended equally often, on either route,
+    so all ranks begin collectives in the same order, also those of two groups, as NCCL needs.
     """
-    while tasks:
-        tasks = [task for task in tasks if next(task, task) is not task]
+    waiting, under_way = iter(tasks), list[Task]()
+    while True:
+        under_way = [*islice(waiting, 1), *under_way]
+        if not under_way:
+            return
+        under_way = [task for task in under_way if next(task, task) is not task]
 
 
 def wire_bytes(name: str, *, ranks: int, words: int, rows: int, bits: int, planes: int) -> int:
@@ -97,7 +106,6 @@ def exchange_votes(
     route = _two_phase if name == "two_phase" else _gather
     verdict = yield from route(votes, voters, rule, context.phase)
     if node is not None:
-        yield  # So all collectives between nodes end before those inside a node begin.
         verdict = yield from _gather_in_node(verdict, node, words)
     return verdict
 
@@ -122,7 +130,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     pending = wire.all_gather(received, sent, "votes")
     yield
     pending.wait()
-    yield  # As often as two_phase, see `in_lockstep`.
+    yield  # As often as two_phase, see `run_as_pipeline`.
     received = received.to(device)
     active, planes = received[:, :flag_words], received[:, flag_words:]
     planes = planes.reshape(wire.world_size, bits, words)

@@ -22,7 +22,7 @@ from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
 from hf_dlion.ranks.compare import CHANGED_PARAMETERS, compare_parameters, fingerprints
 from hf_dlion.ranks.header import Disagreement
-from hf_dlion.ranks.routes import in_lockstep
+from hf_dlion.ranks.routes import run_as_pipeline
 from hf_dlion.ranks.stats import SAMPLE, WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
@@ -74,10 +74,9 @@ def average_displacements(
             slot.moves = False
     stats.drift = []
     source, move = partial(displacement, context=context), partial(move_by_mean, stats)
-    tasks = []
-    for message in layout.messages:
-        tasks.append(average_message(message, scale, source, move, context, ranks))
-    in_lockstep(tasks)
+    run_as_pipeline(
+        average_message(message, scale, source, move, context, ranks) for message in layout.messages
+    )
     # Tensors of `full_precision` are averaged without votes.
     set_means(layout, _whole_displacement, [voters.world_size] * len(layout.slots), ranks)
     stats.lap("exchange_s", layout.device)

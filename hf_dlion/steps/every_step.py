@@ -6,7 +6,7 @@
     send and count     `routes.exchange_votes`
     move               p = p * decay - lr * v
 
-Messages take turns (`routes.in_lockstep`), so one is encoded while another is sent.
+Messages follow one another (`routes.run_as_pipeline`): one is encoded while another is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_dlion.core.layout import Layout, Message
 from hf_dlion.core.lion import set_mean_magnitudes
 from hf_dlion.core.rule import Majority, Rule, rule_of
 from hf_dlion.gpu import form
-from hf_dlion.ranks.routes import Task, exchange_votes, in_lockstep
+from hf_dlion.ranks.routes import Task, exchange_votes, run_as_pipeline
 from hf_dlion.ranks.topology import Topology
 
 
@@ -25,7 +25,7 @@ def vote(layout: Layout, context: StepContext, ranks: Topology) -> None:
     stats, rule = ranks.voters.stats, rule_of(context.options, context.voters)
     stats.lap("", layout.device)
     set_mean_magnitudes(layout, context)
-    in_lockstep([vote_on_message(message, context, rule, ranks) for message in layout.messages])
+    run_as_pipeline(vote_on_message(message, context, rule, ranks) for message in layout.messages)
     stats.exchanges += 1
 
 

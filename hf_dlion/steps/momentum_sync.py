@@ -14,7 +14,7 @@ from hf_dlion.core.layout import Message, Piece, messages_of
 from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.rounding import SYNCHRONIZED
 from hf_dlion.core.slot import Field, Slot
-from hf_dlion.ranks.routes import in_lockstep
+from hf_dlion.ranks.routes import run_as_pipeline
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.means import average_message, set_without_infs
 
@@ -56,9 +56,9 @@ def average_in_bits(slots: Sequence[Slot], context: StepContext, ranks: Topology
     table = ranks.voters.gather_words(words, "means of momenta").view(torch.float64)
     SCALE.set_magnitudes(slots, table.tolist())
     ranks.voters.stats.lap("", slots[0].device)
-    in_lockstep([
+    run_as_pipeline(
         average_message(message, SCALE, source, apply_mean, context, ranks) for message in messages
-    ])  # fmt: skip
+    )
 
 
 def read_momentum(piece: Piece, context: StepContext) -> Tensor:

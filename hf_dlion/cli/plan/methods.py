@@ -22,7 +22,7 @@ from hf_dlion.core.layout import messages_of
 from hf_dlion.core.slot import Slot
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.header import HEADER_BYTES
-from hf_dlion.ranks.routes import wire_bytes
+from hf_dlion.ranks.routes import Task, run_as_pipeline, wire_bytes
 from hf_dlion.steps.local import MOMENTA_FROM, vote_every_for
 
 # Backward computes two products for each one of forward.
@@ -275,10 +275,8 @@ def _votes(
 ) -> Cost:
     """Returns the cost of a step of `DistributedLion`.
 
-    All messages are encoded and sent, one after another. Then each is counted, where two_phase
-    sends a verdict, and then each is applied. `ranks` is the number of all ranks, which exchange
-    headers, and `share` the ranks of a node that split each message. `inside_s` is time in addition
-    to forward and backward before the exchange.
+    `ranks` is the number of all ranks, which exchange headers, and `share` the ranks of a node that
+    split each message. `inside_s` is time in addition to forward and backward before the exchange.
     """
     clock, n, link = _Clock(), case.ranks, case.link
     encode_s, move_s = case.machine.each_s[f"encode {bits}"], case.machine.each_s["move"]
@@ -287,8 +285,9 @@ def _votes(
     clock.work("encode", case.work_s("survey"))
     header_s = link.seconds(HEADER_BYTES * (ranks - 1), ranks - 1)
     clock.wait(clock.send(HEADER_BYTES * (ranks - share), header_s))
-    under_way = []
-    for words, rows in _messages(case):
+
+    def message(words: int, rows: int) -> Task:
+        """Takes the step of one message, as `every_step.vote_on_message` does."""
         clock.work("encode", encode_s * WORD * words)
         mine = -(-words // share)
         size = partial(wire_bytes, ranks=n, rows=rows, bits=bits, planes=planes)
@@ -301,18 +300,18 @@ def _votes(
             votes = two_phase - active - verdict
             up_s = case.gather_s(active) + case.all_to_all_s(votes)
             arrival = clock.send(active + votes, up_s)
-        under_way.append((words, counted * WORD * count_s, verdict, arrival))
-    arrived = []
-    for _, counting_s, verdict, arrival in under_way:
+        yield
         clock.wait(arrival)
         if verdict:
-            clock.work("count", counting_s)
+            clock.work("count", counted * WORD * count_s)
             arrival = clock.send(verdict, case.gather_s(verdict))
-        arrived.append(arrival)
-    for (words, counting_s, verdict, _), arrival in zip(under_way, arrived, strict=True):
+        yield
         clock.wait(arrival)
-        clock.work("count", 0.0 if verdict else counting_s)
+        if not verdict:
+            clock.work("count", counted * WORD * count_s)
         clock.work("move", move_s * WORD * words)
+
+    run_as_pipeline(message(words, rows) for words, rows in _messages(case))
     return clock.cost()
 
 
