@@ -213,10 +213,12 @@ def ignored_timeout(asked: datetime.timedelta, setting: str, maker: str) -> str:
     if timeout in (None, asked):
         return ""
     seconds, backend = f"{asked.total_seconds():g}", dist.get_backend(group)
+    # Without a backend, torch calls it "undefined".
+    named = "" if backend == "undefined" else f"{backend!r}, "
     return (
         f"{setting}={seconds} has no effect: the process group has a timeout of "
         f"{timeout.total_seconds():g} seconds. Before you make {maker}, call "
-        f"torch.distributed.init_process_group({backend!r}, "
+        f"torch.distributed.init_process_group({named}"
         f"timeout=datetime.timedelta(seconds={seconds}))"
     )
 

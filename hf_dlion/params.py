@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.core.flat import flat_gradient, flat_view, momentum_of, unscale
+from hf_dlion.core.flat import flat_gradient, flat_view, momentum_of, numbers, unscale
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState, Slot
@@ -234,7 +234,7 @@ class Params:
         is_finite = unscaled and survey(slots)  # No NaN, and no Inf.
         if not self.state and not any([float(group["lr"]) for group in self.groups]):
             grads = [slot.grad for slot in slots if slot.grad is not None]
-            if not any([bool(grad.any()) for grad in grads]):
+            if not any(numbers([grad.any() for grad in grads])):
                 # torch.distributed.checkpoint takes such a step to create the state, in its
                 # `_init_optim_state`. Without gradients no rank votes, and no step is counted.
                 for slot in slots:

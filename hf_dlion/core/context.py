@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from hf_dlion.core.rounding import random_bits
 from hf_dlion.core.rule import tie_phase, zero_phase
 from hf_dlion.core.slot import Slot
 from hf_dlion.options import Options
+
+
+class Rates(NamedTuple):
+    """The hyperparameters of a parameter group in a step; p decays to p * decay."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    decay: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,15 @@ class StepContext:
         return self.options.bits
 
     @functools.cached_property
+    def rates(self) -> list[Rates]:
+        """The hyperparameters by group, read once: a GPU would wait for each that is a tensor."""
+        found = []
+        for group in self.groups:
+            (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+            found.append(Rates(lr, beta1, beta2, decay=1 - lr * float(group["weight_decay"])))
+        return found
+
+    @functools.cached_property
     def phase(self) -> int:
         """Number whose parity decides ties, see `rule.tie_phase`."""
         return tie_phase(self.number)
@@ -60,5 +78,5 @@ class StepContext:
         for slot in slots:
             slot.old = None
             if slot.grad is not None:
-                beta2 = float(self.groups[slot.group]["betas"][1])
+                beta2 = self.rates[slot.group].beta2
                 slot.old = update_age(slot.state, slot.idle, beta2)

@@ -42,8 +42,7 @@ def apply_verdict(message: Message, verdict: Verdict, rule: Rule, context: StepC
     for piece in message.pieces:
         if piece.has(Field.MOVING):
             delta = piece.memory("direction", context.scratch)
-            lr = float(context.groups[piece.group]["lr"])
-            planes = verdict.planes[:, piece.words]
+            lr, planes = context.rates[piece.group].lr, verdict.planes[:, piece.words]
             rule.decode(planes, None if active is None else active[piece.words], lr, delta)
             _decay_and_subtract(piece, delta, context)
 
@@ -56,14 +55,14 @@ def plain_lion(messages: Iterable[Message], context: StepContext, *, exact: bool
     for piece in (piece for message in messages for piece in message.pieces):
         if piece.has(Field.MOVING):
             u = exact_direction(piece, context) if exact else direction(piece, context)
-            delta = u.sign_().mul_(float(context.groups[piece.group]["lr"]))
+            delta = u.sign_().mul_(context.rates[piece.group].lr)
             _decay_and_subtract(piece, delta, context)
 
 
 def _decay_and_subtract(piece: Piece, delta: Tensor, context: StepContext) -> None:
     """Decays p and subtracts delta, rounding twice: processors differ in fused operations."""
-    group, p = context.groups[piece.group], piece.read(Field.MOVING, context.scratch)
-    p.mul_(1 - float(group["lr"]) * float(group["weight_decay"])).sub_(delta)
+    p = piece.read(Field.MOVING, context.scratch)
+    p.mul_(context.rates[piece.group].decay).sub_(delta)
     piece.write(Field.MOVING, p, partial(context.random, PARAMETERS))
 
 
@@ -76,7 +75,7 @@ def local_step(messages: Iterable[Message], context: StepContext) -> None:
 
 def _local_step(piece: Piece, context: StepContext) -> None:
     # lr * sign(u) is exact, so a fused add rounds as two operations do.
-    sign, lr = direction(piece, context).sign_(), float(context.groups[piece.group]["lr"])
+    sign, lr = direction(piece, context).sign_(), context.rates[piece.group].lr
     p = piece.read(Field.MOVING, context.scratch)
     if not piece.is_low:
         piece.write(Field.MOVING, p.add_(sign, alpha=-lr), None)
@@ -116,7 +115,7 @@ def direction(piece: Piece, context: StepContext, *, advance: bool = True) -> Te
     `advance` also updates the momentum with beta2. Processors may differ in the last bit, as in
     torch.lerp.
     """
-    beta1, beta2 = map(float, context.groups[piece.group]["betas"])
+    _, beta1, beta2, _ = context.rates[piece.group]
     g, m = piece.read(Field.GRAD, context.scratch), piece.read(Field.MOMENTUM, context.scratch)
     u = torch.lerp(m, g, 1 - beta1, out=piece.memory("direction", context.scratch))
     if advance:
@@ -126,7 +125,7 @@ def direction(piece: Piece, context: StepContext, *, advance: bool = True) -> Te
 
 def exact_direction(piece: Piece, context: StepContext) -> Tensor:
     """Returns u and updates the momentum, as `direction`, but each operation rounds by itself."""
-    beta1, beta2 = map(float, context.groups[piece.group]["betas"])
+    _, beta1, beta2, _ = context.rates[piece.group]
     g, m = piece.read(Field.GRAD, context.scratch), piece.read(Field.MOMENTUM, context.scratch)
     difference, u = g - m, piece.memory("direction", context.scratch)
     torch.mul(difference, 1 - beta1, out=u).add_(m)

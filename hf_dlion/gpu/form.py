@@ -61,6 +61,8 @@ def try_out(trial: Callable[[], None], device: torch.device) -> None:
         if TorchVersion(version) < "3.4":  # Which can't compile them.
             raise RuntimeError(f"kernels need triton 3.4, which torch 2.8 installs (got {version})")
         trial()
+    except getattr(torch, "AcceleratorError", ()):  # The device itself failed, maybe elsewhere.
+        raise
     except Exception as error:  # Missing triton or compiler, a cache that can't be written, ...
         text = str(error)  # Of torch, triton, or the system; a later step may have enough.
         if isinstance(error, MemoryError) or "out of memory" in text or "allocate mem" in text:
@@ -82,9 +84,14 @@ def covers(message: Message, context: StepContext, voters: int = 1) -> bool:
         return False
     for slot in (span.slot for span in message.spans):
         tensors = slot.p, slot.grad, slot.momentum
-        if not all([tensor is None or tensor.dtype in DTYPES for tensor in tensors]):
+        if not all([t is None or (t.dtype in DTYPES and _has_address(t)) for t in tensors]):
             return False
     return True
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Returns whether kernels can read a tensor, which isn't one of another library's classes."""
+    return tensor.data_ptr() != 0 or not tensor.numel()
 
 
 # What both forms do.

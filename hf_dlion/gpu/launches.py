@@ -243,18 +243,13 @@ def _address_of_old(line: SlotLine) -> int:
 
 def _numbers(context: StepContext) -> dict[Column, Callable[[Slot], float]]:
     """Returns the columns of a step's numbers."""
-    by_group: list[dict[Column, float]] = []
-    for group in context.groups:  # Once for each, because a rate may be a tensor on the GPU.
-        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        decay = 1 - lr * float(group["weight_decay"])
-        by_group.append({
-            Column.W1: 1 - beta1, Column.W2: 1 - beta2, Column.LR: lr, Column.DECAY: decay
-        })  # fmt: skip
-
-    def number(slot: Slot, *, column: Column) -> float:
-        return by_group[slot.group][column]
-
-    return {column: functools.partial(number, column=column) for column in by_group[0]}
+    rates = context.rates
+    return {
+        Column.W1: lambda slot: 1 - rates[slot.group].beta1,
+        Column.W2: lambda slot: 1 - rates[slot.group].beta2,
+        Column.LR: lambda slot: rates[slot.group].lr,
+        Column.DECAY: lambda slot: rates[slot.group].decay,
+    }
 
 
 def _key(context: StepContext, stream: int) -> Callable[[int], int]:

@@ -40,7 +40,7 @@ def all_ranks_have(tensors: Sequence[Tensor], voters: Wire, what: str) -> bool:
 
     Bytes per rank: 16 * (N - 1).
     """
-    nonzero = any([bool(tensor.any()) for tensor in tensors])
+    nonzero = any(numbers([tensor.any() for tensor in tensors]))
     table = voters.gather_words([digest(fingerprints(tensors)), int(nonzero)], what).tolist()
     return nonzero and len(table) > 1 and bool(table.count(table[0]) == len(table))
 

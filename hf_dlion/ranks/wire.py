@@ -26,6 +26,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _MOST_NAMED = 8
 
 
+# Errors of this rank's own device, which aren't those of a lost rank.
+_OWN_ERRORS = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 # Seconds for which a process waits when it ends.
 _EXIT_WAIT_S = 0.1
 
@@ -63,7 +65,7 @@ class Pending:
             if self.blocks and len(dist.get_process_group_ranks(self.group)) > 2:
                 self._wait_with_the_others()
             self.work.wait()
-        except torch.OutOfMemoryError:
+        except _OWN_ERRORS:
             raise
         except RuntimeError as error:
             raise lost(self.what, self.group, error) from error
@@ -229,7 +231,7 @@ class Wire:
                 timeout=timeout_of(self.group),
                 use_local_synchronization=True,
             )
-        except torch.OutOfMemoryError:
+        except _OWN_ERRORS:
             raise
         except RuntimeError as error:
             raise lost("a new process group", self.group, error) from error
@@ -287,10 +289,10 @@ def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
         named = f"one of {named_ranks(others)}"
     return LostRank(
         f"rank {dist.get_rank()} lost {named} while waiting for {what}: a rank "
-        f"ended, left the training loop, skipped a step, or stalled for longer than the process "
-        f"group's timeout of {timeout_of(group)}. Read the output of the rank that ended first, "
-        f"and give every rank the same number of steps. Parameters may have moved in part, so "
-        f"restart all ranks from a checkpoint. torch says: {error}"
+        f"can't be reached, ended, left the training loop, skipped a step, or stalled for longer "
+        f"than the process group's timeout of {timeout_of(group)}. Read the output of the rank "
+        f"that ended first, and give every rank the same number of steps. Parameters may have "
+        f"moved in part, so restart all ranks from a checkpoint. torch says: {error}"
     )
 
 

@@ -106,11 +106,6 @@ class LocalSteps:
         unfrozen later gets its anchor in a step with a header, which compares weights. If no rank
         had a gradient then, the next header compares them.
         """
-        lrs = [float(group["lr"]) for group in context.groups]
-        shrink = [
-            1 - lr * float(group["weight_decay"])
-            for lr, group in zip(lrs, context.groups, strict=True)
-        ]
         for slot in layout.slots:
             if slot.param not in self.states:
                 self.states[slot.param] = LocalState.of(slot.part)
@@ -119,10 +114,10 @@ class LocalSteps:
         form.local_step(layout.all_messages, context)
         # Last: if a step without a header fails above and is taken again, it must decay once.
         for slot in layout.slots:
-            state = self.states[slot.param]
+            state, rates = self.states[slot.param], context.rates[slot.group]
             state.used |= slot.moves
-            state.decay *= shrink[slot.group]
-            state.path += lrs[slot.group]
+            state.decay *= rates.decay
+            state.path += rates.lr
         self.period, self._known = period, layout
 
     def exchange(

@@ -36,6 +36,7 @@ from tests.support.forms import DEVICE, form
 from tests.support.spawn import on_ranks
 from tests.support.steps import bits_of
 
+pytestmark = pytest.mark.gpu
 in_the_interpreter = pytest.mark.skipif(DEVICE != NAME, reason="watches Triton's interpreter")
 SHAPES = [(130, 128), (5,), (7, 192), (3, 70)]
 

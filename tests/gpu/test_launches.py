@@ -16,6 +16,7 @@ from tests.support import fake_gpu
 from tests.support.forms import DEVICE, form
 from tests.support.spawn import on_ranks
 
+pytestmark = pytest.mark.gpu
 # Measured, so a change that asks for more is seen.
 MOST = {1: 77, 2: 123, 4: 157, 8: 225}
 
