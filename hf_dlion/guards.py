@@ -1,8 +1,8 @@
 """What all ranks check so that no weight goes wrong without a word.
 
 A step without `attach`, ranks that abstain for long (`ranks.abstentions`), nodes whose ranks have
-different gradients, gradients that DDP still averages, momenta of one rank on all ranks, and
-replicas that differ.
+different gradients, gradients that DDP still averages, momenta of one rank on all ranks, a save
+within a period of local steps, and replicas that differ.
 """
 
 from __future__ import annotations
@@ -30,10 +30,29 @@ from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
+from hf_dlion.steps.local import LocalSteps
 from hf_dlion.user_warning import defer_warning, warn_user
 
 # Gradients are compared again at each power of two from this step on.
 COMPARED_FROM = 64
+
+
+class _SaveWatch:
+    """A hook of `state_dict` that warns within a period; a copied model's hook does nothing."""
+
+    def __init__(self, local: LocalSteps | None = None) -> None:
+        self._local = (lambda: None) if local is None else weakref.ref(local)
+
+    def __call__(self, *_: object) -> None:
+        if (local := self._local()) is not None and local.states and not local.shows_anchors():
+            warn_user(
+                "state_dict() between two exchanges of local steps has this rank's own weights, "
+                "without the other ranks' last steps: call optimizer.exchange_now() on every rank "
+                "before you save"
+            )
+
+    def __reduce__(self) -> tuple[type[_SaveWatch], tuple[()]]:
+        return _SaveWatch, ()
 
 
 class Guards:
@@ -55,6 +74,7 @@ class Guards:
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
         self._comparisons = 0
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The layout and the number of wrappers for which `attach` was called as needed.
         self._attached: tuple[Layout, int] | None = None
 
@@ -119,6 +139,12 @@ class Guards:
                 f"are used, so they wait for one another in every step. To avoid that, set "
                 f"find_unused_parameters=False, in Trainer ddp_find_unused_parameters=False"
             )
+
+    def watch_saves(self, model: nn.Module, local: LocalSteps) -> None:
+        """Makes `model.state_dict()` warn within a period of local steps."""
+        if self._options.vote_every > 1 and model not in self._watched:
+            self._watched.add(model)
+            model.register_state_dict_pre_hook(_SaveWatch(local))  # type: ignore[no-untyped-call]
 
     def _check_models(self) -> None:
         attached = {p for model in self._params.fsdp_models for p in model.parameters()}

@@ -177,9 +177,8 @@ class DistributedLion(torch.optim.Optimizer):
         """Sets the state of this process, which isn't copied with an optimizer."""
         self.options, self.process_group = options, process_group
         self.params = Params(self, options, replicate)
-        self.local: LocalSteps | None = None
-        if options.vote_every > 1:  # It fills `local_states`, and `Params` fits them to the layout.
-            self.local = LocalSteps(options.vote_every, self.params.local_states)
+        # It fills `local_states`, and `Params` fits them to the layout.
+        self.local = LocalSteps(options.vote_every, self.params.local_states)
         self.peers = Peers(self.params, self.local, options, process_group, replicate)
         self.wire = self.peers.stats
         self.guards = Guards(self, self.params, options, self.wire)
@@ -226,9 +225,10 @@ class DistributedLion(torch.optim.Optimizer):
             if sharded not in self.params.fsdp_models:
                 self.params.fsdp_models.append(sharded)
         else:
-            if self.local is not None and self.local.states and not self.local.shows_anchors():
+            if self.local.states and not self.local.shows_anchors():
                 self.guards.check_wrapper(model)
             ddp.attach(model, self)
+        self.guards.watch_saves(model if wrapper is None else wrapper.module, self.local)
         self.params.forget_layout()
         self.peers.note_attach()
         self.guards.warn_about_waits(model, self.peers.ranks)  # Last: it may be an error.
@@ -245,10 +245,9 @@ class DistributedLion(torch.optim.Optimizer):
         ddp.detach(self)
         self.params.forget_layout()
         self.peers.note_attach()
-        if self.local is not None:
-            for param, state in self.local.states.items():
-                state.restore_anchor(fsdp.local_part(param.detach()))
-            self.local.reset(self.local.exchanges)
+        for param, state in self.local.states.items():
+            state.restore_anchor(fsdp.local_part(param.detach()))
+        self.local.reset(self.local.exchanges)
 
     @torch.inference_mode(False)  # Buffers that are made here serve later steps, too.
     @torch.no_grad()
@@ -265,8 +264,10 @@ class DistributedLion(torch.optim.Optimizer):
             LostRank: If another rank ended or stalled.
         """
         local = self.local
-        if local is None or self.peers.world_size == 1:
-            if local is not None and local.states:
+        if self.options.vote_every == 1:
+            return
+        if self.peers.world_size == 1:
+            if local.states:
                 raise RuntimeError(
                     "the process group was destroyed within a period of local steps: call "
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
@@ -285,6 +286,7 @@ class DistributedLion(torch.optim.Optimizer):
             self._run_periodic_tasks(number, layout)
         finally:
             layout.release()
+            self._scratch.release()
         warn_deferred()
 
     @contextlib.contextmanager
@@ -303,7 +305,7 @@ class DistributedLion(torch.optim.Optimizer):
             ...     pass  # evaluate the model
         """
         local = self.local
-        if local is None or not local.states or local.shows_anchors():
+        if not local.states or local.shows_anchors():
             try:
                 yield
             finally:
@@ -362,8 +364,8 @@ class DistributedLion(torch.optim.Optimizer):
             with self.peers.all_or_none(report):  # What fails in here waits for the header.
                 scaled = self.params.take_scale()
                 layout = self.params.fresh_layout()
-                if self.local is not None:  # Before a closure can fail, so ranks meet anyway.
-                    report.kind = self.local.next_kind(layout)
+                # Before a closure can fail, so ranks meet anyway.
+                report.kind = self.local.next_kind(layout)
                 if closure is not None:
                     with torch.enable_grad():
                         loss = closure()
@@ -371,16 +373,16 @@ class DistributedLion(torch.optim.Optimizer):
                 report.finite = self.params.collect(layout, *scaled)
                 report.present = [slot.grad is not None for slot in layout.slots]
                 self.guards.check(layout, report, self.peers.ranks)
-                if self.local is not None:
-                    report.period = self.local.period_with_step(
-                        self.param_groups, abstains=report.abstains
-                    )
+                report.period = self.local.period_with_step(
+                    self.param_groups, abstains=report.abstains
+                )
                 self._warm_up(layout)
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)
             self._take(report, layout, agreed)
         finally:
             layout.release()
+            self._scratch.release()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
         self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
         warn_deferred()
@@ -396,32 +398,30 @@ class DistributedLion(torch.optim.Optimizer):
         ranks, number = self.peers.ranks, 0
         have_gradients = any(agreed.gradient_counts)
         # The first step that is counted needs a gradient, which tells what is trained.
-        is_local = self.peers.voter_count > 1 and (have_gradients or self.steps > 0)
-        local = self.local if is_local else None
+        is_local = self.options.vote_every > 1 and (have_gradients or self.steps > 0)
         self.guards.note_comparisons(self.peers.comparisons)
-        if local is None:
-            self.guards.abstentions.count(agreed, ranks)
         if ranks is not None and have_gradients and report.kind is not Kind.LOCAL_STEP:
             self.guards.compare_after_changes(layout, ranks)
-        if local is not None and ranks is not None:
+        if ranks is not None and is_local and self.peers.voter_count > 1:
             self.guards.abstentions.count_local(report.abstains, ranks)
-            number = self._local_step(local, ranks, report, layout, agreed)
-        elif have_gradients:
-            number = self._vote(layout, agreed)
+            number = self._local_step(ranks, report, layout, agreed)
+        else:
+            self.guards.abstentions.count(agreed, ranks)
+            if have_gradients:
+                number = self._vote(layout, agreed)
         self._run_periodic_tasks(number, layout)
 
-    def _local_step(
-        self, local: LocalSteps, ranks: Topology, report: Report, layout: Layout, agreed: Agreed
-    ) -> int:
+    def _local_step(self, ranks: Topology, report: Report, layout: Layout, agreed: Agreed) -> int:
         """Takes a step of this rank's own; returns the number of an exchange, or 0."""
         context = self._context(self.steps + 1)
         self.wire.lap("", layout.device)
-        local.step(layout, context, report.period)
+        self.local.step(layout, context, report.period)
         self.wire.lap("apply_s", layout.device)
         self._count_step(context.number)
         if report.kind is not Kind.EXCHANGE:
             return 0
-        return local.exchange(layout, agreed, self._context(local.exchanges + 1), ranks)
+        exchange = self._context(self.local.exchanges + 1)
+        return self.local.exchange(layout, agreed, exchange, ranks)
 
     def _vote(self, layout: Layout, agreed: Agreed) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""
@@ -506,7 +506,7 @@ class DistributedLion(torch.optim.Optimizer):
             LostRank: If another rank ended or stalled.
         """
         with self.peers.together(Kind.REPLICAS):
-            if self.local is not None and self.local.steps:
+            if self.local.period.steps:
                 raise RuntimeError(
                     "check_replicas() between two exchanges of local steps, where ranks hold their "
                     "own weights: call optimizer.exchange_now() on every rank before"
@@ -585,7 +585,7 @@ class DistributedLion(torch.optim.Optimizer):
                 hook.remove()
         self.params.forget_layout()
         # Between two periods also after its own state, which it may have sent to the other ranks.
-        if self.local is not None and not (loading.is_own and self.local.states):
+        if not (loading.is_own and self.local.states):
             self.local.reset()
         self.peers.note_load()
         self.guards.note_load()

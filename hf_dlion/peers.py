@@ -23,9 +23,10 @@ from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
 from hf_dlion.ranks import lost_ranks
 from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report, drop_gradients
-from hf_dlion.ranks.header import Kind
+from hf_dlion.ranks.header import Disagreement, Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.ranks.wire import LostRank
 from hf_dlion.steps.local import LocalSteps
 
 
@@ -40,7 +41,7 @@ class Peers:
     def __init__(
         self,
         params: Params,
-        local: LocalSteps | None,
+        local: LocalSteps,
         options: Options,
         process_group: dist.ProcessGroup | None,
         replicate: dist.ProcessGroup | None,
@@ -169,7 +170,7 @@ class Peers:
             hyperparameters(self._params.groups)  # Raises what a schedule must not set.
             return Agreed([report.finite], [report.present])
         try:
-            if self._local is not None:
+            if self._options.vote_every > 1:
                 drop_gradients(report, layout, self.ranks.node)
             if report.kind is not Kind.LOCAL_STEP:
                 return self._header(report, layout, self.ranks)
@@ -177,9 +178,15 @@ class Peers:
                 raise report.failure
             return Agreed([report.finite], [report.present])
         except BaseException as error:
+            own, raised = report.failure, error
+            if own is not None and isinstance(error, (Disagreement, LostRank)):
+                own.add_note(f"The other ranks weren't told: {error}")
+                raised = own  # The cause comes first, as if they had met.
             if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks don't raise.
                 for block in self._open:
-                    block.raised_by_all = error
+                    block.raised_by_all = raised
+            if raised is not error:
+                raise raised from error
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
@@ -214,14 +221,14 @@ class Peers:
             "calls of load_state_dict": self._loads,
             "calls of attach and detach": self._attaches,
         }
-        if local is not None:
+        if self._options.vote_every > 1:
             # An exchange ends the period with the step that begins.
             period = report.period if report.kind is Kind.EXCHANGE else local.period
             equal["exchanges"] = local.exchanges
             equal["steps since the last exchange"] = period.steps
             equal[FROZEN] = sorted(n for n, p in self._params.named() if not p.requires_grad)
         equal |= hyperparameters(self._params.groups)
-        if local is not None:  # Last: an error names the first difference.
+        if self._options.vote_every > 1:  # Last: an error names the first difference.
             equal[HISTORY] = period.history
         if callable(self._options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in layout.slots]

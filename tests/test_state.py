@@ -206,7 +206,7 @@ def test_a_load_of_its_own_state_of_an_earlier_step_begins_a_new_period() -> Non
     state = optimizer.state_dict()
     optimizer.step()
     optimizer.load_state_dict(state)
-    assert (optimizer.steps, optimizer.local.steps) == (1, 0)
+    assert (optimizer.steps, optimizer.local.period.steps) == (1, 0)
 
 
 @on_ranks(2)
@@ -351,7 +351,7 @@ def test_torchs_distributed_checkpoint_never_loads_its_own_state(rank: int) -> N
     for step in range(2):
         take_step(optimizer, model, batch(step, rank))
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
-    assert optimizer.local.steps == 0
+    assert optimizer.local.period.steps == 0
 
 
 @on_ranks(2)

@@ -92,7 +92,7 @@ def save_momentum(
     ranks, save_id = _begin(lion, Kind.SAVE, folder, name, failure)
     at = _position(ranks)
     path = Path(folder, file_name(name, at.rank, at.world_size))
-    ends_period = lion.local is not None and lion.local.steps  # On all ranks, which have met.
+    ends_period = lion.local.period.steps  # On all ranks, which have met.
     if ends_period:
         lion.exchange_now()
     with lion.peers.together(Kind.SAVE):
@@ -194,15 +194,15 @@ def _restore(lion: DistributedLion, loaded: Loaded) -> None:
     """Continues with this rank's own momenta and ages from a file."""
     lion.params.forget_layout()
     lion.guards.note_load(own_momenta=True)
-    if lion.local is not None:
-        lion.local.reset(loaded.header.exchanges)
+    lion.local.reset(loaded.header.exchanges)
     for group in lion.param_groups:
         group["step"] = loaded.header.step
         for param in group["params"]:
             # Replaced: after torch's load_state_dict other objects may share the old tensors.
             for key in ("exp_avg", AGE):
-                lion.state[param].pop(key, None)
-            lion.state[param].update(loaded.states.get(param, {}))
+                lion.state.get(param, {}).pop(key, None)
+            if param in loaded.states:
+                lion.state[param].update(loaded.states[param])
 
 
 def _unwrapped(optimizer: object) -> DistributedLion:

@@ -63,6 +63,10 @@ class Scratch:
             buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
         return buffer[:size]
 
+    def release(self) -> None:
+        """Frees what isn't on a CPU, where only memory that is reused is fast."""
+        self._buffers = {key: own for key, own in self._buffers.items() if own.device.type == "cpu"}
+
 
 @dataclass(eq=False)
 class Piece:

@@ -47,10 +47,9 @@ def vote_every_for(step_s: float, exchange_s: float) -> int:
 
 
 class LocalSteps:
-    """Local steps of `vote_every` above 1, and what a rank keeps in a period.
+    """Local steps of `vote_every` above 1, and what a rank keeps in a period; else it has none.
 
     Attributes:
-        vote_every: Number of steps k in a period.
         period: Steps since the last exchange.
         exchanges: Number of exchanges that ended a period.
         states: What the period keeps, by parameter; empty between two periods. A parameter that is
@@ -59,7 +58,7 @@ class LocalSteps:
 
     def __init__(self, vote_every: int, states: dict[Tensor, LocalState]) -> None:
         """Begins before the first period; `states` is empty, and filled here."""
-        self.vote_every, self.states = vote_every, states
+        self._vote_every, self.states = vote_every, states
         # The layout of the last local step. At another one, a local step begins with a header.
         self._known: Layout | None = None
         self.reset()
@@ -70,20 +69,15 @@ class LocalSteps:
         self.states.clear()
         self.exchanges = exchanges
 
-    @property
-    def steps(self) -> int:
-        """Number of steps since the last exchange."""
-        return self.period.steps
-
     def shows_anchors(self) -> bool:
         """Returns whether the model holds anchors, in `common_weights`."""
         return any([state.own is not None for state in self.states.values()])
 
     def next_kind(self, layout: Layout) -> Kind:
         """Returns what all ranks do next; at a new layout, a local step begins with a header."""
-        if self.period.steps + 1 >= self.vote_every:
+        if self._vote_every > 1 and self.period.steps + 1 >= self._vote_every:
             return Kind.EXCHANGE
-        # A single voter takes plain steps, after which no layout is known, so all have a header.
+        # After plain steps, which a single voter takes, too, no layout is known.
         return Kind.LOCAL_STEP if layout is self._known else Kind.STEP
 
     def period_with_step(self, groups: Groups, *, abstains: bool) -> Period:

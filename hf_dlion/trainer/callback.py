@@ -115,7 +115,7 @@ class DistributedLionCallback(TrainerCallback):
 
     def _note_period_end(self, lion: DistributedLion) -> None:
         """Notes the counters if a period has ended, in a step or by an exchange after it."""
-        if lion.local is None or not lion.local.steps:
+        if not lion.local.period.steps:
             self._period_end = self._steps, dataclasses.replace(lion.wire)
 
     def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:

@@ -418,7 +418,7 @@ def _end_of_step(event: str, trainer: Trainer, original: Callable[..., Any], *gi
     Before callbacks, so what they write into the weights holds in what is evaluated and saved.
     """
     lion = find_lion(trainer.optimizer)
-    if lion is not None and lion.local is not None:
+    if lion is not None and lion.options.vote_every > 1:
         args, state, control = given
         planned, flow = copy.copy(control), DefaultFlowCallback()
         getattr(flow, event)(args, state, planned)
@@ -434,7 +434,7 @@ def _event(
 ) -> Any:
     """Shows the weights of the last exchange to callbacks that may look at weights."""
     lion, callbacks = find_lion(trainer.optimizer), trainer.callback_handler.callbacks
-    in_period = lion is not None and lion.local is not None and lion.local.steps
+    in_period = lion is not None and lion.local.period.steps
     looks = in_period and any([_may_look(callback, event) for callback in callbacks])
     with lion.common_weights() if lion is not None and looks else contextlib.nullcontext():
         return original(*args, **kwargs)

@@ -313,6 +313,19 @@ def test_kernels_wait_for_a_gradient_of_an_asynchronous_collective() -> None:
     assert param.tolist() == [-1.0] * 64
 
 
+@on_ranks(2)
+def test_scratch_memory_is_free_between_steps(rank: int) -> None:
+    """Then forward and backward have it. On a CPU it is kept, because new memory is slow."""
+    for device, kept in ((DEVICE, False), ("cpu", True)):
+        param = nn.Parameter(torch.zeros(64, device=device))
+        optimizer = DistributedLion([param], lr=1.0, vote_every=2)
+        param.grad = torch.ones_like(param)
+        with form("eager"):
+            optimizer.step()
+            optimizer.step()
+        assert bool(optimizer._scratch._buffers) is kept
+
+
 @a_gpu
 @on_ranks(2)
 def test_a_step_of_one_message_makes_at_most_250_launches(rank: int) -> None:

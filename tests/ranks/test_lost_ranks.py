@@ -124,5 +124,19 @@ def test_without_a_store_one_of_the_others_is_lost_and_no_rank_hangs(rank: int, 
             wire.gather_words([0], "votes")
 
 
+@on_ranks(2)
+def test_what_failed_here_is_raised_also_if_no_other_rank_comes(rank: int) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    param = torch.nn.Parameter(torch.zeros(2, 64))
+    optimizer = DistributedLion([param], lr=1e-3, process_group=group)
+    optimizer.step()
+    if rank == 0:
+        param.grad = torch.zeros(2, 64).to_sparse()
+        with pytest.raises(NotImplementedError, match="must be dense") as raised:
+            optimizer.step()
+        assert isinstance(raised.value.__cause__, LostRank)
+        assert raised.value.__notes__[0].startswith("The other ranks weren't told: rank 0 lost ")
+
+
 if __name__ == "__main__":
     loses_a_rank(int(os.environ["RANK"]), 4, "env://", Path(sys.argv[1]), "is stopped")

@@ -501,9 +501,9 @@ def test_a_period_in_which_nothing_trains_ends_without_an_exchange(rank: int) ->
     for step in range(5):
         param.requires_grad_(step < 3)
         optimizer.step()
-    assert optimizer.local.steps == 2
+    assert optimizer.local.period.steps == 2
     optimizer.exchange_now()
-    assert (optimizer.local.steps, optimizer.local.exchanges) == (0, 1)
+    assert (optimizer.local.period.steps, optimizer.local.exchanges) == (0, 1)
 
 
 @on_ranks(2)
@@ -657,7 +657,7 @@ def test_detach_within_a_period_leaves_the_common_weights(rank: int) -> None:
     optimizer.detach()
     assert bool((param == 1.0).all())
     optimizer.step()
-    assert optimizer.local.steps == 1
+    assert optimizer.local.period.steps == 1
 
 
 @on_ranks(2)
@@ -823,3 +823,23 @@ def test_a_group_can_be_removed_between_exchanges(rank: int, tmp_path: Path) -> 
     for _ in range(4):
         optimizer.step()
     assert optimizer.wire.exchanges == 2  # The first one was that of a save.
+
+
+@on_ranks(2)
+def test_a_save_within_a_period_warns(rank: int, tmp_path: Path) -> None:
+    def warnings_of(model: nn.Module) -> int:
+        with warned() as texts:
+            model.state_dict()
+        return sum("exchange_now() on every rank before you save" in text for text in texts)
+
+    ddp, optimizer = attached(vote_every=4)
+    optimizer.attach(ddp)  # Again, as Trainer does when it resumes.
+    assert warnings_of(ddp) == 0
+    take_step(optimizer, ddp, batch(0, rank))
+    assert [warnings_of(ddp), warnings_of(ddp.module)] == [1, 1]
+    assert warnings_of(copy.deepcopy(ddp.module)) == 0
+    torch.save(ddp.module, tmp_path / f"{rank}.pt")
+    with optimizer.common_weights():
+        assert warnings_of(ddp) == 0
+    optimizer.exchange_now()
+    assert warnings_of(ddp) == 0

@@ -251,9 +251,7 @@ class Trials(TrainerCallback):
 
     def on_train_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         lion = optimizer.optimizer
-        self.ended.append(
-            (weights_digest(model), lion.wire.exchanges, lion.local.steps if lion.local else 0)
-        )
+        self.ended.append((weights_digest(model), lion.wire.exchanges, lion.local.period.steps))
 
 
 # An objective is the last evaluation of a training, or one after it.

@@ -110,7 +110,7 @@ class Exchanged(TrainerCallback):
         self.weights[0] = copied(model)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if not optimizer.optimizer.local.steps:
+        if not optimizer.optimizer.local.period.steps:
             self.weights[state.global_step] = copied(model)
 
 
