@@ -10,6 +10,9 @@ word   all headers                  those of `Meetings.agree`
 A step with votes (`DistributedLion.step`), an exchange, and every other `Kind` begin with one; a
 local step has none. What fails on a rank waits for its next header (`peers.all_or_none`), which
 raises on all ranks.
+
+Headers take gloo, which finds ranks that send other data, or nothing. A group without it, such as
+Trainer's on GPUs with NCCL only, gets a gloo group after its first header (`Topology.form`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 from hf_dlion.ranks.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 16
+WIRE_VERSION = 17
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 # Headers of other versions have at most this number; a larger one is other data.
@@ -55,6 +58,7 @@ class Kind(enum.IntEnum):
     NODES = 8
     MOMENTA = 9
     REPLICAS = 10
+    GLOO = 11
 
 
 # What one rank and what several ranks do, for error messages.
@@ -69,9 +73,12 @@ _VERBS: dict[int, tuple[str, str]] = {
     Kind.NODES: ("has local_group=", "have local_group="),
     Kind.MOMENTA: ("synchronizes momenta", "synchronize momenta"),
     Kind.REPLICAS: ("checks replicas", "check replicas"),
+    Kind.GLOO: ("joins a gloo group", "join a gloo group"),
 }
 # What a rank waits for, if it isn't "a header".
-_AWAITED = {Kind.REPLICATE: "the replicas", Kind.NODES: "the nodes"}
+_AWAITED = {
+    Kind.REPLICATE: "the replicas", Kind.NODES: "the nodes", Kind.GLOO: "a gloo group"
+}  # fmt: skip
 
 
 class Disagreement(RuntimeError):

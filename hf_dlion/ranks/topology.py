@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from hf_dlion.ranks.header import Disagreement, Kind, gather_headers
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire
+from hf_dlion.user_warning import defer_warning
 
 _SIZE, _PLACE = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
 SAME_IN_NODE = (
@@ -28,6 +29,8 @@ SAME_IN_NODE = (
 _created_groups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
+# The key of the gloo group of all ranks among them, which no group of members has.
+_GLOO = ()
 
 
 class Topology:
@@ -36,7 +39,7 @@ class Topology:
     Every rank votes until `form` was called.
 
     Attributes:
-        everyone: All ranks, which exchange headers.
+        everyone: All ranks, which exchange headers; by gloo, also if the group has NCCL only.
         voters: The ranks that exchange votes with this one.
         node: The ranks of this rank's node; None if every rank votes.
         local_size: Ranks per node; 1 if every rank votes.
@@ -77,12 +80,15 @@ class Topology:
     def form(self) -> None:
         """Creates the groups of nodes, or gathers the ranks of each replica, at the first call.
 
-        All ranks must call this together. Bytes per rank: 64 * (N - 1) with nodes or replicas.
+        All ranks must call this together. Bytes per rank: 64 * (N - 1) with nodes or replicas, and
+        with NCCL as many, and a `gather_objects`, for the gloo group of headers.
 
         Raises:
             Disagreement: On every rank, if the ranks can't form groups.
         """
         if not self.is_formed:
+            if self.everyone.needs_gloo:
+                self._form_gloo()
             if self._replicate is not None:
                 self._form_replicas(self._replicate)
             elif self._local_group is not None:
@@ -100,6 +106,31 @@ class Topology:
             if len({values[rank] for rank in ranks}) > 1:
                 return ranks
         return []
+
+    def _form_gloo(self) -> None:
+        """Creates the gloo group that headers take, once per group; if gloo fails, they don't."""
+        everyone = self.everyone
+        groups = _created_groups.setdefault(everyone.group, {})
+        failure, group = "", groups.get(_GLOO)
+        count = len(distributed_c10d._world.pg_names)
+        _, counts, *_ = gather_headers(everyone, Kind.GLOO, [count, 0])
+        if len(set(counts)) > 1:
+            failure = f"ranks are members of different numbers of process groups: {counts}"
+        elif group not in distributed_c10d._world.pg_map:  # None, or the user has destroyed it.
+            try:
+                group = groups[_GLOO] = everyone.new_gloo_group()
+            except Exception as error:  # The other ranks wait for this one.
+                failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        failures = [text for text in everyone.gather_objects(failure) if text]
+        if group is not None and not failures:
+            everyone.use_gloo(group)
+        elif everyone.rank == 0:
+            defer_warning(
+                f"gloo can't connect the ranks ({failures[0]}), so headers take "
+                f"{dist.get_backend(everyone.group)}, which may hang where ranks differ, and names "
+                f"no lost rank. Set GLOO_SOCKET_IFNAME on every node to the interface that leads "
+                f"to the others, or start with hf-dlion run"
+            )
 
     def _form_replicas(self, group: dist.ProcessGroup) -> None:
         voters = Wire(group, self._stats, device=self._device)

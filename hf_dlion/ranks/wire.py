@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import hf_dlion.ranks.lost_ranks as lost_ranks
 from hf_dlion.ranks.stats import WireStats
@@ -26,6 +27,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _MOST_NAMED = 8
 
 
+# Longest time in which gloo connects.
+_CONNECT = datetime.timedelta(seconds=60)
 # Errors of this rank's own device, which aren't those of a lost rank.
 _OWN_ERRORS = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 # Seconds for which a process waits when it ends.
@@ -113,8 +116,41 @@ class Wire:
         # For example {"cpu": "gloo", "cuda": "nccl"}.
         config = str(dist.get_backend_config(group))
         self._backends = dict(part.split(":", 1) for part in config.split(","))
+        self._cpu_group = group  # That sends tensors on a CPU.
         if "gloo" in self._backends.values():
             _wait_at_exit()
+
+    @property
+    def needs_gloo(self) -> bool:
+        """Whether the group has several ranks, and a backend that doesn't find what gloo does.
+
+        NCCL doesn't notice that ranks send different sizes, and ends processes at a timeout.
+        """
+        has_it = {"gloo", "mpi"}.intersection(self._backends.values())  # torch can't join MPI's.
+        return self.world_size > 1 and not has_it and dist.is_gloo_available()
+
+    def new_gloo_group(self) -> dist.ProcessGroup:
+        """Returns a gloo group of the same ranks, which must all call this.
+
+        Raises:
+            RuntimeError: If gloo can't connect, or would number the ranks in another order.
+        """
+        timeout = timeout_of(self.group)
+        group: dist.ProcessGroup = dist.new_group(
+            self.global_ranks, backend="gloo", use_local_synchronization=True,
+            timeout=_CONNECT if timeout is None else min(timeout, _CONNECT),
+        )  # fmt: skip
+        if dist.get_process_group_ranks(group) != self.global_ranks:
+            raise RuntimeError("the ranks of the process group aren't in ascending order")
+        if timeout is not None:
+            distributed_c10d._set_pg_timeout(timeout, group)
+        return group
+
+    def use_gloo(self, group: dist.ProcessGroup) -> None:
+        """Sends tensors on a CPU by a gloo group of the same ranks, and so all control messages."""
+        self._cpu_group, self._backends["cpu"] = group, "gloo"
+        self.__dict__.pop("control_device", None)  # Of the other backend.
+        _wait_at_exit()
 
     def device_for(self, device: torch.device) -> torch.device:
         """Returns the device from which the group sends tensors that are on `device`.
@@ -227,7 +263,7 @@ class Wire:
         try:
             group: dist.ProcessGroup = dist.new_group(
                 [self.global_ranks[rank] for rank in members],
-                backend=str(dist.get_backend_config(self.group)),
+                backend=",".join(map(":".join, self._backends.items())),
                 timeout=timeout_of(self.group),
                 use_local_synchronization=True,
             )
@@ -238,8 +274,10 @@ class Wire:
         return group
 
     def _start(self, what: str, collective: Callable[..., Any], *tensors: Tensor) -> Pending:
+        kind = tensors[0].device.type
+        group = self._cpu_group if kind == "cpu" else self.group
         try:
-            dist.get_process_group_ranks(self.group)
+            dist.get_process_group_ranks(group)
         except KeyError:
             raise RuntimeError(
                 "the process group of this optimizer was destroyed: step and save before "
@@ -247,11 +285,10 @@ class Wire:
                 "state_dict() of this one"
             ) from None
         try:
-            work = collective(*tensors, group=self.group, async_op=True)
+            work = collective(*tensors, group=group, async_op=True)
         except dist.DistError as error:
-            raise lost(what, self.group, error) from error
-        blocks = self._backends.get(tensors[0].device.type) == "gloo"
-        return Pending(work, what, self.group, blocks)
+            raise lost(what, group, error) from error
+        return Pending(work, what, group, blocks=self._backends.get(kind) == "gloo")
 
     def _count_to_each(self, size: int) -> None:
         """Counts `size` bytes to every other rank."""
