@@ -180,6 +180,8 @@ class Piece:
 
         Tensors in `numbers` are 0-D and on one device, so a GPU gets one copy for all of them.
         """
+        if len(numbers) == 1 and not isinstance(numbers[0], Tensor):  # Most pieces of an LLM.
+            return like.new_full((self.size // WORD,), numbers[0])
         # Not on the default device, which a user may have set to a GPU.
         device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cpu"))
         values = torch.stack(

@@ -62,7 +62,6 @@ class LocalState:
         if (own := self.own) is None:
             return
         same = part == self.anchor
-        same |= part.isnan() & self.anchor.isnan()  # A NaN differs from itself.
         wide = torch.promote_types(part.dtype, torch.float32)
         w = self.anchor.to(wide) - own
         if self.compensation is not None:

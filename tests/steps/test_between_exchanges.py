@@ -843,3 +843,25 @@ def test_a_save_within_a_period_warns(rank: int, tmp_path: Path) -> None:
         assert warnings_of(ddp) == 0
     optimizer.exchange_now()
     assert warnings_of(ddp) == 0
+
+
+@on_ranks(2)
+def test_an_exchange_in_a_look_keeps_the_periods_steps(rank: int) -> None:
+    param, optimizer = single(vote_every=4, bits=8)
+    optimizer.step()
+    optimizer.step()
+    with optimizer.common_weights():
+        optimizer.exchange_now()
+    assert optimizer.local.exchanges == 1
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 0.98))
+
+
+@on_ranks(2)
+def test_an_anchor_that_is_not_finite_takes_no_part(rank: int) -> None:
+    param, optimizer = single(vote_every=2, weight_decay=1.0)
+    with torch.no_grad():
+        param[3] = math.nan
+    before = param.detach().clone()
+    for _ in range(2):
+        optimizer.step()
+    assert torch.equal(param.detach().nan_to_num(7.0), before.nan_to_num(7.0))

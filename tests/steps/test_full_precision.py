@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from hf_dlion.core import layout
+from hf_dlion.optimizer import DistributedLion
 from tests.support.local_definition import lions_of
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, give_gradients, plain
@@ -80,3 +82,47 @@ def test_momenta_are_averaged_if_a_parameter_is_selected_later(rank: int) -> Non
         optimizer.step()
         is_equal = is_equal_everywhere(optimizer.state[model[0].weight]["exp_avg"])
         assert is_equal == (step >= 2)
+
+
+@on_ranks(2)
+def test_momenta_of_16_bits_are_rounded_alike_on_all_ranks(rank: int) -> None:
+    param = nn.Parameter(torch.zeros(64))
+    optimizer = DistributedLion(
+        [("p", param)], lr=1.0, full_precision="*", momentum_dtype=torch.bfloat16
+    )
+    for step in range(3):
+        param.grad = torch.randn(64, generator=torch.Generator().manual_seed(2 * step + rank))
+        optimizer.step()
+        assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
+
+
+@on_ranks(2)
+def test_rows_of_the_mean_decide_which_are_old(rank: int) -> None:
+    """Rank 0 alone never uses a row."""
+    param = nn.Parameter(torch.zeros(3, 64))
+    optimizer = DistributedLion([("p", param)], lr=1.0, betas=(0.9, 0.5), full_precision="*")
+    for step in range(6):
+        param.grad = torch.ones(3, 64)
+        if rank == 0:
+            param.grad[1] = 0.0
+        optimizer.step()
+        assert bool((param == -float(step + 1)).all())
+    assert is_equal_everywhere(param)
+
+
+@on_ranks(2, timeout=20)
+def test_unequal_momenta_are_averaged_if_a_rank_has_no_gradient(rank: int) -> None:
+    param, other = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+    named = [("p", param), ("o", other)]
+    optimizer = DistributedLion(named, lr=1.0, full_precision="*")
+    voted = DistributedLion(named, lr=1.0)
+    for p in (param, other):
+        p.grad = torch.full((64,), 1.0 + rank)
+    voted.step()
+    optimizer.load_state_dict(voted.state_dict())
+    if rank == 1:
+        other.grad = None
+    optimizer.step()
+    assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
+    assert is_equal_everywhere(optimizer.state[other]["exp_avg"])
+    assert is_equal_everywhere(other)

@@ -148,3 +148,13 @@ def test_local_steps_with_full_precision_and_synchronized_momenta(rank: int) -> 
             assert torch.equal(p, lions.own[rank][k]), (step, name)
             assert torch.equal(momenta[k], lions.momenta[rank][k]), (step, name)
     assert all(map(is_equal_everywhere, params))
+
+
+@on_ranks(2)
+def test_a_rank_that_never_moved_counts_in_the_mean(rank: int) -> None:
+    param, optimizer = single(vote_every=2, full_precision="*")
+    if rank == 1:
+        param.grad = None
+    for _ in range(2):
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 0.99))
