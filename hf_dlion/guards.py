@@ -26,7 +26,6 @@ from hf_dlion.ranks.compare import (
     compare_parameters,
     fingerprints,
 )
-from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology
 from hf_dlion.ranks.wire import digest
@@ -110,7 +109,7 @@ class Guards:
             self._attached = now if any(report.present) else None
         if ranks is not None and ranks.node is not None:
             self._check_averages(layout)
-        if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks wouldn't raise.
+        if report.has_header:  # Otherwise, the other ranks wouldn't raise.
             self.abstentions.check(ranks)
 
     def check_wrapper(self, model: nn.Module) -> None:

@@ -172,7 +172,7 @@ class Peers:
         try:
             if self._options.vote_every > 1:
                 drop_gradients(report, layout, self.ranks.node)
-            if report.kind is not Kind.LOCAL_STEP:
+            if report.has_header:
                 return self._header(report, layout, self.ranks)
             if report.failure is not None:
                 raise report.failure
@@ -182,7 +182,7 @@ class Peers:
             if own is not None and isinstance(error, (Disagreement, LostRank)):
                 own.add_note(f"The other ranks weren't told: {error}")
                 raised = own  # The cause comes first, as if they had met.
-            if report.kind is not Kind.LOCAL_STEP:  # In which the other ranks don't raise.
+            if report.has_header:  # Otherwise, the other ranks don't raise.
                 for block in self._open:
                     block.raised_by_all = raised
             if raised is not error:

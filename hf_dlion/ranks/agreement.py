@@ -113,6 +113,11 @@ class Report:
     raised_by_all: BaseException | None = None
 
     @property
+    def has_header(self) -> bool:
+        """Whether all ranks meet; in a local step without header, a failure is this rank's own."""
+        return self.kind is not Kind.LOCAL_STEP
+
+    @property
     def abstained(self) -> int:
         """In an exchange, number of the period's steps from which this rank abstained."""
         return self.period.abstained if self.kind is Kind.EXCHANGE else 0
