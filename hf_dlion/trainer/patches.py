@@ -283,7 +283,8 @@ def _save_model(
         if trainer.args.should_save:
             # The file of an earlier save would make a partial checkpoint look complete.
             Path(output_dir, TRAINER_STATE).unlink(missing_ok=True)
-        original(output_dir, *args, **kwargs)
+        with _on_each_node(trainer):
+            original(output_dir, *args, **kwargs)
     # Shards of FSDP2 are written later.
     written = os.listdir(output_dir) or shards_model(trainer.accelerator)
     if not trainer.args.should_save and not written:
@@ -292,6 +293,24 @@ def _save_model(
             f"a disk of its own, on which Trainer deletes no older checkpoints and can't resume. "
             f"Set save_on_each_node=True"
         )
+
+
+@contextlib.contextmanager
+def _on_each_node(trainer: Trainer) -> Iterator[None]:
+    """Lets the first rank of each node save the model, as `save_on_each_node` says.
+
+    From transformers 5.16 on, `save_pretrained` writes on rank 0 alone.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    asks = trainer.args.save_on_each_node and hasattr(model, "should_save_on_this_rank")
+    if not asks or shards_model(trainer.accelerator):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
 
 
 def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_dir: str) -> None:

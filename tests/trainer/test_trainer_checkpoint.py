@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
     TrainerCallback,
     TrainerControl,
+    TrainingArguments,
 )
 
 import hf_dlion.trainer.patches as patches
@@ -31,6 +33,7 @@ from tests.support.tiny import (
     logged,
     tiny_args,
     tiny_data,
+    tiny_llama,
     tiny_trainer,
     trained,
     weights_digest,
@@ -393,6 +396,32 @@ def test_a_disk_per_node_without_save_on_each_node_warns_once(
         # Transformers logs a message once per text in a process.
         trained(tiny_args(f"out {disks} {sharded}", save_every=2))
     assert ["Set save_on_each_node=True" in text for text in messages] == [True] * count * rank
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@on_ranks(2)
+def test_a_run_resumes_from_checkpoints_on_a_disk_per_node(
+    rank: int, tmp_path: Path, adapter: bool
+) -> None:
+    """Each rank is the first of a node, and has a folder of its own."""
+    disk = tmp_path / str(rank)
+    disk.mkdir()
+
+    def run(resume: str | None = None) -> str:
+        torch.manual_seed(0)
+        args = tiny_args("out", save_every=2, save_on_each_node=True)
+        model = tiny_llama()
+        if adapter:
+            model = get_peft_model(
+                model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            )
+        return weights_digest(trained(args, model=model, resume=resume).model)
+
+    with contextlib.chdir(disk), mock.patch.object(TrainingArguments, "should_save", True):
+        straight = run()
+        weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+        assert Path("out", "checkpoint-2", weights).exists()
+        assert run("out/checkpoint-2") == straight
 
 
 @on_ranks(2)
