@@ -28,7 +28,7 @@ from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.wire import timeout_of
-from hf_dlion.user_warning import warn_user
+from hf_dlion.user_warning import TRAINS_ALONE, warn_user
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -87,9 +87,9 @@ def attach(accelerator: Accelerator, model: nn.Module) -> None:
         )
     if accelerator.num_processes == 1:
         warn_user(
-            "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. "
-            "Start several processes with torchrun or accelerate launch --multi_gpu (without GPUs, "
-            "also set ACCELERATE_USE_CPU=true)"
+            TRAINS_ALONE + "Start several processes with torchrun or accelerate launch --multi_gpu "
+            "(without GPUs, also set ACCELERATE_USE_CPU=true), or write distributed_type: "
+            "MULTI_GPU into the config file"
         )
         for lion in lions:
             lion.params.name_as(model)

@@ -42,7 +42,7 @@ from hf_dlion.steps.full_precision import step_in_full_precision
 from hf_dlion.steps.local import LocalSteps
 from hf_dlion.steps.means import average_whole
 from hf_dlion.steps.momentum_sync import synchronize
-from hf_dlion.user_warning import warn_deferred
+from hf_dlion.user_warning import TRAINS_ALONE, warn_deferred, warn_user
 
 
 class DistributedLion(torch.optim.Optimizer):
@@ -217,6 +217,10 @@ class DistributedLion(torch.optim.Optimizer):
         """
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
+        if self.peers.world_size == 1:
+            warn_user(
+                TRAINS_ALONE + "Start all ranks with torchrun, on several nodes with --nnodes"
+            )
         fsdp.reshard([model])  # A forward leaves gathered parameters, which are other objects.
         wrapper = ddp.wrapper_in(model)
         self.params.name_as(model if wrapper is None else wrapper.module)

@@ -64,10 +64,11 @@ class Peers:
         self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
         self._loads = self._attaches = 0
-        # A function has another text in every process.
+        # A function has another text in every process. The default of others depends on vote_every.
+        first = sorted(fields(options), key=lambda field: field.name != "vote_every")
         self._option_texts = {
             field.name: str(value)
-            for field in fields(options)
+            for field in first
             if not callable(value := getattr(options, field.name))
         }
 

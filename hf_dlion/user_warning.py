@@ -8,6 +8,7 @@ import warnings
 # Packages between the user's code and a warning.
 _LIBRARIES = {"hf_dlion", "torch", "accelerate", "transformers", "trl"}
 _deferred: list[str] = []
+TRAINS_ALONE = "this process trains alone, so DistributedLion exchanges nothing and is plain Lion. "
 
 
 def warn_user(text: str) -> None:

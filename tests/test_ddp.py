@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from hf_dlion import DistributedLion
 from hf_dlion.ddp import _check_step, attach, detach, hook_states, introduce
 from tests.support.spawn import on_ranks
 from tests.support.training import error_of, everyones, is_equal_everywhere
@@ -471,3 +472,11 @@ def test_wrapper_and_optimizer_can_be_garbage_collected(rank: int) -> None:
     del ddp, owner
     gc.collect()
     assert [ref() is None for ref in gone] == [True, True]
+
+
+@on_ranks(1)
+def test_a_process_that_trains_alone_is_told(rank: int) -> None:
+    """As on each machine if `--nnodes` was forgotten."""
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match="trains alone, .*with --nnodes"):
+        DistributedLion(model.parameters()).attach(model)

@@ -75,6 +75,10 @@ VOTES, LOCAL, LOCAL_16 = (1, torch.float32), (4, torch.float32), (4, torch.bfloa
 REPLACED = "7 Disagreement: the weights of 'weight' on rank 1 are farther from"
 # What rank 1 changes before which step, and the step and error in which that ends.
 CASES: dict[str, tuple[tuple[int, torch.dtype], int, Change, str]] = {
+    "vote_every, by which bits differ": (
+        VOTES, 0, created(vote_every=2),
+        "0 Disagreement: ranks differ, first in 'vote_every': rank 0: '1', rank 1: '2'",
+    ),
     "option": (
         VOTES, 0, created(ties="zero"),
         "0 Disagreement: ranks differ, first in 'ties': rank 0: 'alternate', rank 1: 'zero'",

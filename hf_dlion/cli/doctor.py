@@ -223,6 +223,9 @@ def _among_ranks(report: Report) -> None:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if os.environ["RANK"] == "0":
+            ranks, minutes = os.environ.get("WORLD_SIZE"), PATIENCE.total_seconds() / 60
+            print(f"waiting for {ranks} ranks, for up to {minutes:g} minutes", flush=True)
         dist.init_process_group(backend, timeout=PATIENCE)
     except Exception as error:
         report.add(FAIL, "all ranks", f"cannot join them: {error}")

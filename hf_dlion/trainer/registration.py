@@ -74,6 +74,12 @@ def optimizer_cls_and_kwargs(
             beta = BETAS[k] if adam == ADAM_BETAS[k] else adam
             if beta != adam:
                 logger.info(f"adam_beta{k + 1}={adam} is AdamW's default; dlion uses {beta}")
+            elif beta != BETAS[k] and args.process_index == 0:
+                logger.warning_once(
+                    f"adam_beta{k + 1}={adam} is taken as Lion's beta{k + 1}, for which "
+                    f"{BETAS[k]} is better in most runs: leave it out, or set "
+                    f'optim_args="beta{k + 1}={adam}" if you mean it'
+                )
         betas.append(beta)
     return DistributedLion, {"lr": args.learning_rate, "betas": tuple(betas), **kwargs, **options}
 

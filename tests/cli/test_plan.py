@@ -36,6 +36,7 @@ from hf_dlion.cli.plan.methods import (
 )
 from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
 from hf_dlion.steps.local import MOST_STEPS
+from hf_dlion.trainer.optim_args import parse_optim_args
 from tests.support.command_line import refused
 from tests.support.spawn import on_ranks
 
@@ -191,6 +192,22 @@ def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
     assert baseline.parts["network"] == pytest.approx(whole[FP32].parts["network"], rel=0.05)
     assert 4 * parts[DLION].memory_bytes == pytest.approx(whole[DLION].memory_bytes, rel=0.01)
     assert POWER not in parts
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "rate", "options"), [
+    (2, 1, 1e8, "vote_every=32"),
+    (8, 4, 1e8, "local_group=node,vote_every=32"),
+    (16, 4, 1e8, "local_group=node,vote_every=32,momentum_sync_every=1"),
+])  # fmt: skip
+def test_the_advice_ends_with_options_that_trainer_takes(
+    ranks: int, per_node: int, rate: float, options: str
+) -> None:
+    case = a_case(ranks=ranks, per_node=per_node, link=Link(bits_per_s=rate), vote_every=32)
+    ends = (
+        f'In Trainer: optim="dlion", optim_args="{options}", average_tokens_across_devices=False.'
+    )
+    assert advice(case, [predict(case)]).endswith(ends)
+    assert parse_optim_args(options, {})["vote_every"] == 32
 
 
 # Times
@@ -413,7 +430,11 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             f"{PAYS}60 ms of 100 ms.*vote_every=8 is predicted to be 1.25 times as fast as Distrib",
         ),
         # Barely faster than local steps, which are compared first.
-        ((60, 50), {"local": 40, "power": 38}, f"{PAYS}.*1.25 times as fast as DistributedLion.$"),
+        (
+            (60, 50),
+            {"local": 40, "power": 38},
+            f"{PAYS}.*1.25 times as fast as DistributedLion. In Trainer: [^.]*.$",
+        ),
         ((60, 50), {"node": 25}, 'DistributedLion, local_group="node" pays: .*4.00 times'),
         ((60, 50), {"power": 20}, f"{PAYS}.*2.50 times as fast as DistributedLion, if its"),
         ((30, 96), {"power": 50}, f"{DOES_NOT}.*2.00 times as fast as AdamW with DDP"),
@@ -441,7 +462,8 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             {"power": 20, "gpu_gb": 18, "local": 20},
             "AdamW with DDP does not fit into memory: a rank needs 20 GB with AdamW with DDP"
             ".*18 GB. Use DistributedLion. AdamW with PowerSGD rank 4 and DistributedLion, "
-            "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB.$",
+            "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB."
+            ' In Trainer: optim="dlion".$',
         ),
         ((60, 50), {"gpu_gb": 10}, "The model does not fit into memory: .*If it did fit: Dist"),
     ],

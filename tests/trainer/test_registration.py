@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_dlion
 from hf_dlion import DistributedLion
-from hf_dlion.trainer import patches
+from hf_dlion.trainer import patches, registration
 from hf_dlion.trainer.registration import optimizer_cls_and_kwargs
 from tests.support.tiny import (
     At,
@@ -108,7 +108,12 @@ def test_defaults_are_those_of_lion_and_of_trainer(
     tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], name: str, value: Any
 ) -> None:
     args = tiny_args(tmp_path, **changes)
-    assert optimizer_cls_and_kwargs(args, **options)[1][name] == value
+    with mock.patch.object(registration.logger, "warning_once") as told:
+        assert optimizer_cls_and_kwargs(args, **options)[1][name] == value
+    # Recipes of AdamW set its betas, which mean something else in Lion.
+    asked = {word for word in changes if word.startswith("adam_")}
+    asked -= {"adam_beta2"} if "beta2=" in changes.get("optim_args", "") else set()
+    assert {call.args[0].partition("=")[0] for call in told.call_args_list} == asked
 
 
 @pytest.mark.parametrize(

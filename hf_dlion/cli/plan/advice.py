@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,13 +56,15 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
     text += _momenta(case, best)
+    ours = best
     power = POWER, ", if its low rank trains your model"
     for name, condition in (*((name, "") for name in _local(case, predictions)), power):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
         if gain >= WORTH:
             text += f" {name} {_compared(gain)} as {best}{condition}.{_momenta(case, name)}"
             best = name
-    return text + _left_out(case, measured[0], predictions, best)
+            ours = ours if name == POWER else name
+    return text + _left_out(case, measured[0], predictions, best) + _to_set(case, ours)
 
 
 def warning(measured: Sequence[Predictions], busy: float) -> str:
@@ -124,6 +127,18 @@ def _fitting(case: Case, predictions: Predictions) -> Predictions:
     if predictions[DLION].memory_bytes > has:
         return predictions
     return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
+
+
+def _to_set(case: Case, name: str) -> str:
+    """Returns what to set in Trainer; "" for AdamW, and for FSDP2, which needs more."""
+    if not name.startswith(DLION) or case.shard > 1:
+        return ""
+    options = ["local_group=node"] if name.startswith(NODE) else []
+    options += re.findall(r"vote_every=\d+", name)
+    options += ["momentum_sync_every=1"] if name.endswith(WITH_MOMENTA) else []
+    text = f' In Trainer: optim="dlion", optim_args="{",".join(options)}"'
+    text = text if options else ' In Trainer: optim="dlion"'
+    return f"{text}, average_tokens_across_devices=False." if "vote_every" in name else f"{text}."
 
 
 def _momenta(case: Case, name: str) -> str:
