@@ -53,6 +53,7 @@ CPU = Machine(
     },
     compute_s=0.25, memory_bytes=25e9, device="cpu", name="CPU", sources=("given", "given"),
 )  # fmt: skip
+VOTE_32 = 'optim_args="vote_every=32"'
 SHAPES = ((300, 64), (7,), (33, 50), (1000, 128), (5, 3))
 
 
@@ -686,6 +687,30 @@ def test_the_examples_of_the_page_are_what_plan_recommends(model: str, capsys: A
     assert model != "1b" or faster == slow | {("8", "2.5gbit")}
 
 
+@pytest.mark.parametrize(("trained", "link", "gpus", "verdict"), [
+    ("all weights, 100 Mbit/s | AdamW on one node", "100mbit", ("rtx4090", "h100"), "Use AdamW on one node"),
+    ("all weights, 1 or 2.5 Gbit/s | `vote_every=32`", "1gbit", ("rtx4090", "a100"), VOTE_32),
+    ("1 or 2.5 Gbit/s | `vote_every=32`, but with H100s at 1 Gbit/s AdamW on one node", "1gbit",
+     ("h100",), "Use AdamW on one node"),
+    ("all weights, 1 or 2.5 Gbit/s | `vote_every=32`", "2.5gbit", ("rtx4090", "h100"), VOTE_32),
+    ("all weights, 10 Gbit/s | `hf_dlion`", "10gbit", ("rtx4090",), 'Trainer: optim="dlion".'),
+    ("10 Gbit/s | `hf_dlion`, with H100s `vote_every=32`", "10gbit", ("h100",), VOTE_32),
+    ("LoRA, 100 Mbit/s | `hf_dlion`", "100mbit", ("rtx4090", "h100"), "DistributedLion pays"),
+    ("LoRA, 1 Gbit/s or more | AdamW with DDP", "1gbit", ("rtx4090",), "Use AdamW with DDP"),
+    ("LoRA, 1 Gbit/s or more | AdamW with DDP", "10gbit", ("rtx4090", "h100"), "Use AdamW with"),
+    ("but with H100s at 1 Gbit/s `hf_dlion`", "1gbit", ("h100",), "DistributedLion pays"),
+])  # fmt: skip
+def test_readme_advises_what_plan_recommends(
+    trained: str, link: str, gpus: tuple[str, ...], verdict: str, run: Callable[..., str]
+) -> None:
+    """For 1 billion float32 weights, and for LoRA on 8 billion weights of bfloat16."""
+    assert trained in Path("README.md").read_text()
+    lora = ["8b", "--trainable=40m", "--dtype=bf16"]
+    model = lora if trained.startswith(("LoRA", "but")) else ["1b"]
+    for gpu in gpus:
+        assert verdict in " ".join(run(*model, f"--link={link}", f"--gpu={gpu}").split()), gpu
+
+
 def cells_of(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -699,7 +724,7 @@ def recommended(plan: dict[str, Any], nodes: int) -> str:
     (local,) = [n for n in times if "vote_every" in n and n.endswith("momenta") == (nodes >= 4)]
     assert "DistributedLion" in plan["advice"].split(" pays: ")[0]
     if f"{local} is predicted" not in plan["advice"]:
-        return f"no option, {adamw / times['DistributedLion']:.1f}x"
+        return f"the defaults, {adamw / times['DistributedLion']:.1f}x"
     assert "vote_every=32" in local
     return f"`vote_every=32`{' and momenta' * (nodes >= 4)}, {adamw / times[local]:.1f}x"
 
