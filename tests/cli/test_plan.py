@@ -688,7 +688,7 @@ def test_the_examples_of_the_page_are_what_plan_recommends(model: str, capsys: A
 
 
 @pytest.mark.parametrize(("trained", "link", "gpus", "verdict"), [
-    ("all weights, 100 Mbit/s | AdamW on one node", "100mbit", ("a100", "h100"), "Use AdamW on one"),
+    ("all weights, 100 Mbit/s | AdamW on one node", "100mbit", ("a100",), "Use AdamW on one node"),
     ("all weights, 1 or 2.5 Gbit/s | `vote_every=32`", "1gbit", ("rtx4090", "a100"), VOTE_32),
     ("1 or 2.5 Gbit/s | `vote_every=32`, but with H100s at 1 Gbit/s AdamW on one node", "1gbit",
      ("h100",), "Use AdamW on one node"),
