@@ -8,6 +8,7 @@ within a period of local steps, and replicas that differ.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,8 +40,8 @@ COMPARED_FROM = 64
 class _SaveWatch:
     """A hook of `state_dict` that warns within a period; a copied model's hook does nothing."""
 
-    def __init__(self, local: LocalSteps | None = None) -> None:
-        self._local = (lambda: None) if local is None else weakref.ref(local)
+    def __init__(self, local: LocalSteps) -> None:
+        self._local = weakref.ref(local)
 
     def __call__(self, *_: object) -> None:
         if (local := self._local()) is not None and local.states and not local.shows_anchors():
@@ -50,8 +51,8 @@ class _SaveWatch:
                 "before you save"
             )
 
-    def __reduce__(self) -> tuple[type[_SaveWatch], tuple[()]]:
-        return _SaveWatch, ()
+    def __reduce__(self) -> Any:
+        return getattr, ("", "format")  # Does nothing, and a saved model needs no hf_dlion.
 
 
 class Guards:
@@ -73,7 +74,7 @@ class Guards:
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
         self._comparisons = 0
-        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._watched: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         # The layout and the number of wrappers for which `attach` was called as needed.
         self._attached: tuple[Layout, int] | None = None
 
@@ -141,9 +142,16 @@ class Guards:
 
     def watch_saves(self, model: nn.Module, local: LocalSteps) -> None:
         """Makes `model.state_dict()` warn within a period of local steps."""
+        model = getattr(model, "_orig_mod", model)  # Of a compiled one, which asks it.
         if self._options.vote_every > 1 and model not in self._watched:
-            self._watched.add(model)
-            model.register_state_dict_pre_hook(_SaveWatch(local))  # type: ignore[no-untyped-call]
+            hook: Any = model.register_state_dict_pre_hook
+            self._watched[model] = hook(_SaveWatch(local))
+
+    def forget_saves(self) -> None:
+        """Ends what `watch_saves` began."""
+        for handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
 
     def _check_models(self) -> None:
         attached = {p for model in self._params.fsdp_models for p in model.parameters()}

@@ -217,10 +217,6 @@ class DistributedLion(torch.optim.Optimizer):
         """
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
-        if self.peers.world_size == 1:
-            warn_user(
-                TRAINS_ALONE + "Start all ranks with torchrun, on several nodes with --nnodes"
-            )
         fsdp.reshard([model])  # A forward leaves gathered parameters, which are other objects.
         wrapper = ddp.wrapper_in(model)
         self.params.name_as(model if wrapper is None else wrapper.module)
@@ -232,6 +228,9 @@ class DistributedLion(torch.optim.Optimizer):
             if self.local.states and not self.local.shows_anchors():
                 self.guards.check_wrapper(model)
             ddp.attach(model, self)
+            if self.peers.world_size == 1:
+                remedy = "Start all ranks with torchrun, on several nodes with --nnodes"
+                warn_user(TRAINS_ALONE + remedy)
         self.guards.watch_saves(model if wrapper is None else wrapper.module, self.local)
         self.params.forget_layout()
         self.peers.note_attach()
@@ -247,6 +246,7 @@ class DistributedLion(torch.optim.Optimizer):
         fsdp.reshard(self.params.fsdp_models)  # So the next forward gathers what is written.
         self.params.fsdp_models.clear()
         ddp.detach(self)
+        self.guards.forget_saves()
         self.params.forget_layout()
         self.peers.note_attach()
         for param, state in self.local.states.items():

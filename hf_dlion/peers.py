@@ -180,18 +180,18 @@ class Peers:
             return Agreed([report.finite], [report.present])
         except BaseException as error:
             own, raised = report.failure, error
-            if own is not None and isinstance(error, (Disagreement, LostRank)):
+            if own not in (None, error) and isinstance(error, (Disagreement, LostRank)):
                 own.add_note(f"The other ranks weren't told: {error}")
                 raised = own  # The cause comes first, as if they had met.
             if report.has_header:  # Otherwise, the other ranks don't raise.
                 for block in self._open:
                     block.raised_by_all = raised
             if raised is not error:
-                raise raised from error
+                raise raised from (raised.__cause__ or error)
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
-        known, values, steps = layout or Layout(), dict[str, object](), 0
+        given, known, values, steps = report, layout or Layout(), dict[str, object](), 0
         try:
             steps = self._params.steps
             # A save or a load doesn't know the layout; all ranks must reshard.
@@ -202,7 +202,8 @@ class Peers:
             if layout is None:
                 known.release()
         except Exception as error:  # The other ranks wait for a header.
-            report = replace(report, failure=report.failure or error)
+            given.failure = given.failure or error
+            report = replace(report, failure=given.failure)
         assert self._meetings is not None
         agreed = self._meetings.agree(
             report, steps, values, known.signatures, self._params.common_parts

@@ -116,6 +116,7 @@ def _gather_in_node(verdict: Verdict, node: Wire, words: int) -> Generator[None,
     planes = _padded(verdict.planes, -(-words // node.world_size)).to(node.device_for(device))
     received = planes.new_empty(node.world_size, *planes.shape)
     pending = node.all_gather(received, planes, "a verdict")
+    node.stats.lap("exchange_s", device)
     yield
     pending.wait()
     return Verdict(_joined(received.to(device), words), verdict.row_voters)
@@ -130,6 +131,7 @@ def _gather(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[None,
     pending = wire.all_gather(received, sent, "votes")
     yield
     pending.wait()
+    wire.stats.lap("exchange_s", device)
     yield  # As often as two_phase, see `run_as_pipeline`.
     received = received.to(device)
     active, planes = received[:, :flag_words], received[:, flag_words:]
@@ -161,6 +163,7 @@ def _two_phase(votes: Votes, wire: Wire, rule: Rule, phase: int) -> Generator[No
     sent = _padded(shares.planes, words_each).to(on_wire)
     received = sent.new_empty(ranks, *sent.shape)
     verdict = wire.all_gather(received, sent, "a verdict")
+    wire.stats.lap("exchange_s", device)
     yield
     verdict.wait()
     return Verdict(_joined(received.to(device), words), shares.row_voters)

@@ -31,6 +31,12 @@ _created_groups: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 # The key of the gloo group of all ranks among them, which no group of members has.
 _GLOO = ()
+# Groups of which gloo failed on a rank; the same on all of them.
+_without_gloo: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_INTERFACE = (
+    "Set GLOO_SOCKET_IFNAME on every node to the interface that leads to the others, or start with "
+    "hf-dlion run"
+)
 
 
 class Topology:
@@ -87,7 +93,7 @@ class Topology:
             Disagreement: On every rank, if the ranks can't form groups.
         """
         if not self.is_formed:
-            if self.everyone.needs_gloo:
+            if self.everyone.needs_gloo and self.everyone.group not in _without_gloo:
                 self._form_gloo()
             if self._replicate is not None:
                 self._form_replicas(self._replicate)
@@ -114,22 +120,27 @@ class Topology:
         failure, group = "", groups.get(_GLOO)
         count = len(distributed_c10d._world.pg_names)
         _, counts, *_ = gather_headers(everyone, Kind.GLOO, [count, 0])
-        if len(set(counts)) > 1:
-            failure = f"ranks are members of different numbers of process groups: {counts}"
+        if everyone.global_ranks != sorted(everyone.global_ranks):
+            failure = "the ranks of the process group aren't in ascending order"
+        elif len(set(counts)) > 1:
+            failure = f"ranks are members of different numbers of process groups, {counts}"
         elif group not in distributed_c10d._world.pg_map:  # None, or the user has destroyed it.
             try:
                 group = groups[_GLOO] = everyone.new_gloo_group()
             except Exception as error:  # The other ranks wait for this one.
-                failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+                why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+                failure = f"{why}. {_INTERFACE}"
         failures = [text for text in everyone.gather_objects(failure) if text]
         if group is not None and not failures:
             everyone.use_gloo(group)
-        elif everyone.rank == 0:
+            return
+        _without_gloo.add(everyone.group)
+        if (group := groups.pop(_GLOO, None)) in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)  # So all ranks have equally many groups.
+        if everyone.rank == 0:
             defer_warning(
-                f"gloo can't connect the ranks ({failures[0]}), so headers take "
-                f"{dist.get_backend(everyone.group)}, which may hang where ranks differ, and names "
-                f"no lost rank. Set GLOO_SOCKET_IFNAME on every node to the interface that leads "
-                f"to the others, or start with hf-dlion run"
+                f"headers take {dist.get_backend(everyone.group)}, which may hang where ranks "
+                f"differ, and names no lost rank, because gloo can't be used: {failures[0]}"
             )
 
     def _form_replicas(self, group: dist.ProcessGroup) -> None:

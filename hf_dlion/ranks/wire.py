@@ -130,19 +130,19 @@ class Wire:
         return self.world_size > 1 and not has_it and dist.is_gloo_available()
 
     def new_gloo_group(self) -> dist.ProcessGroup:
-        """Returns a gloo group of the same ranks, which must all call this.
+        """Returns a gloo group of the same ranks in ascending order, which must all call this.
 
         Raises:
-            RuntimeError: If gloo can't connect, or would number the ranks in another order.
+            RuntimeError: If gloo can't connect, in less time than others wait for this rank.
         """
-        timeout = timeout_of(self.group)
+        timeout = connect = timeout_of(self.group) or distributed_c10d.default_pg_timeout
+        # There, torch wraps gloo, and can't set its timeout later.
+        if is_plain := distributed_c10d.get_debug_level() != distributed_c10d.DebugLevel.DETAIL:
+            connect = min(timeout / 2, _CONNECT)
         group: dist.ProcessGroup = dist.new_group(
-            self.global_ranks, backend="gloo", use_local_synchronization=True,
-            timeout=_CONNECT if timeout is None else min(timeout, _CONNECT),
-        )  # fmt: skip
-        if dist.get_process_group_ranks(group) != self.global_ranks:
-            raise RuntimeError("the ranks of the process group aren't in ascending order")
-        if timeout is not None:
+            self.global_ranks, backend="gloo", timeout=connect, use_local_synchronization=True
+        )
+        if is_plain:
             distributed_c10d._set_pg_timeout(timeout, group)
         return group
 
@@ -277,7 +277,8 @@ class Wire:
         kind = tensors[0].device.type
         group = self._cpu_group if kind == "cpu" else self.group
         try:
-            dist.get_process_group_ranks(group)
+            for own in (self.group, group):
+                dist.get_process_group_ranks(own)
         except KeyError:
             raise RuntimeError(
                 "the process group of this optimizer was destroyed: step and save before "

@@ -83,9 +83,13 @@ class LocalSteps:
     def period_with_step(self, groups: Groups, *, abstains: bool) -> Period:
         """Returns the period with the step that begins, from which this rank may abstain.
 
+        Without local steps there is none.
+
         Raises:
             RuntimeError: If the model shows common weights.
         """
+        if self._vote_every == 1:
+            return self.period
         if self.shows_anchors():
             raise RuntimeError(
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "

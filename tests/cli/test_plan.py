@@ -205,7 +205,7 @@ def test_the_advice_ends_with_options_that_trainer_takes(
 ) -> None:
     case = a_case(ranks=ranks, per_node=per_node, link=Link(bits_per_s=rate), vote_every=32)
     ends = (
-        f'In Trainer: optim="dlion", optim_args="{options}", average_tokens_across_devices=False.'
+        f' in Trainer: optim="dlion", optim_args="{options}", average_tokens_across_devices=False.'
     )
     assert advice(case, [predict(case)]).endswith(ends)
     assert parse_optim_args(options, {})["vote_every"] == 32
@@ -434,7 +434,7 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
         (
             (60, 50),
             {"local": 40, "power": 38},
-            f"{PAYS}.*1.25 times as fast as DistributedLion. In Trainer: [^.]*.$",
+            f"{PAYS}.*as DistributedLion. DistributedLion, vote_every=8 in Trainer: [^.]*.$",
         ),
         ((60, 50), {"node": 25}, 'DistributedLion, local_group="node" pays: .*4.00 times'),
         ((60, 50), {"power": 20}, f"{PAYS}.*2.50 times as fast as DistributedLion, if its"),
@@ -464,7 +464,7 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             "AdamW with DDP does not fit into memory: a rank needs 20 GB with AdamW with DDP"
             ".*18 GB. Use DistributedLion. AdamW with PowerSGD rank 4 and DistributedLion, "
             "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB."
-            ' In Trainer: optim="dlion".$',
+            ' DistributedLion in Trainer: optim="dlion".$',
         ),
         ((60, 50), {"gpu_gb": 10}, "The model does not fit into memory: .*If it did fit: Dist"),
     ],

@@ -137,6 +137,13 @@ def test_what_failed_here_is_raised_also_if_no_other_rank_comes(rank: int) -> No
         assert isinstance(raised.value.__cause__, LostRank)
         assert raised.value.__notes__[0].startswith("The other ranks weren't told: rank 0 lost ")
 
+        def fails() -> float:
+            raise ValueError("no data") from KeyError("gone")
+
+        with pytest.raises(ValueError, match="no data") as raised:
+            optimizer.step(fails)
+        assert isinstance(raised.value.__cause__, KeyError)
+
 
 if __name__ == "__main__":
     loses_a_rank(int(os.environ["RANK"]), 4, "env://", Path(sys.argv[1]), "is stopped")

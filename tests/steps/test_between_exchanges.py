@@ -839,10 +839,22 @@ def test_a_save_within_a_period_warns(rank: int, tmp_path: Path) -> None:
     assert [warnings_of(ddp), warnings_of(ddp.module)] == [1, 1]
     assert warnings_of(copy.deepcopy(ddp.module)) == 0
     torch.save(ddp.module, tmp_path / f"{rank}.pt")
+    assert b"hf_dlion" not in (tmp_path / f"{rank}.pt").read_bytes()  # Which another machine lacks.
+    assert warnings_of(torch.load(tmp_path / f"{rank}.pt", weights_only=False)) == 0
     with optimizer.common_weights():
         assert warnings_of(ddp) == 0
     optimizer.exchange_now()
     assert warnings_of(ddp) == 0
+    optimizer.detach()
+    assert not ddp.module._state_dict_pre_hooks
+    model = nn.Linear(64, 2)
+    ddp, optimizer = plain(
+        DistributedDataParallel(torch.compile(model, backend="eager")), vote_every=4
+    )
+    optimizer.attach(ddp)
+    give_gradients(model.parameters(), rank)
+    optimizer.step()
+    assert warnings_of(model) == 1
 
 
 @on_ranks(2)

@@ -56,7 +56,7 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
     text += _momenta(case, best)
-    ours = best
+    ours, fits = best, measured[0][DLION].memory_bytes <= case.machine.memory_bytes
     power = POWER, ", if its low rank trains your model"
     for name, condition in (*((name, "") for name in _local(case, predictions)), power):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
@@ -64,7 +64,11 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
             text += f" {name} {_compared(gain)} as {best}{condition}.{_momenta(case, name)}"
             best = name
             ours = ours if name == POWER else name
-    return text + _left_out(case, measured[0], predictions, best) + _to_set(case, ours)
+    return (
+        text
+        + _left_out(case, measured[0], predictions, best)
+        + (_to_set(case, ours) if fits else "")
+    )
 
 
 def warning(measured: Sequence[Predictions], busy: float) -> str:
@@ -136,8 +140,8 @@ def _to_set(case: Case, name: str) -> str:
     options = ["local_group=node"] if name.startswith(NODE) else []
     options += re.findall(r"vote_every=\d+", name)
     options += ["momentum_sync_every=1"] if name.endswith(WITH_MOMENTA) else []
-    text = f' In Trainer: optim="dlion", optim_args="{",".join(options)}"'
-    text = text if options else ' In Trainer: optim="dlion"'
+    text = f' {name} in Trainer: optim="dlion"'
+    text += f', optim_args="{",".join(options)}"' if options else ""
     return f"{text}, average_tokens_across_devices=False." if "vote_every" in name else f"{text}."
 
 
