@@ -228,13 +228,15 @@ class DistributedLion(torch.optim.Optimizer):
             if self.local.states and not self.local.shows_anchors():
                 self.guards.check_wrapper(model)
             ddp.attach(model, self)
-            if self.peers.world_size == 1:
-                remedy = "Start all ranks with torchrun, on several nodes with --nnodes"
-                warn_user(TRAINS_ALONE + remedy)
         self.guards.watch_saves(model if wrapper is None else wrapper.module, self.local)
         self.params.forget_layout()
         self.peers.note_attach()
-        self.guards.warn_about_waits(model, self.peers.ranks)  # Last: it may be an error.
+        # Last: a warning may be an error.
+        self.guards.warn_about_waits(model, self.peers.ranks)
+        if sharded is None and self.peers.world_size == 1:
+            warn_user(
+                TRAINS_ALONE + "Start all ranks with torchrun, on several nodes with --nnodes"
+            )
 
     def detach(self) -> None:
         """Lets the attached DDP wrappers average gradients again; every rank must call this.
