@@ -24,8 +24,6 @@ from tests.support.spawn import on_ranks
 from tests.support.steps import backward, give_gradients, plain, single, take_step
 from tests.support.training import batch, error_of, model_of, same
 
-pytestmark = pytest.mark.multiproc
-
 
 def equal_the_definition(
     rank: int, ranks: int, options: dict[str, Any], kinds: list[torch.dtype], seed: int,

@@ -38,8 +38,6 @@ from tests.support.training import (
     warned,
 )
 
-pytestmark = pytest.mark.multiproc
-
 
 def momenta_of(optimizer: DistributedLion) -> list[torch.Tensor]:
     return [state["exp_avg"] for state in optimizer.state.values()]
