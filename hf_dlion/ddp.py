@@ -3,6 +3,9 @@
 A DDP wrapper accepts one communication hook and keeps it forever. `attach` registers the hook, and
 the hook's state lists the optimizers that own the wrapper's parameters. While the list is empty,
 the hook averages gradients over all ranks, as DDP does without a hook.
+
+While every rank votes with its own gradients, the wrapper's reducer isn't needed. It is replaced by
+one of a single number, because its buckets have the size of all gradients.
 """
 
 # No "from __future__ import annotations", because DDP compares a hook's annotations with types.
@@ -12,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -56,6 +60,7 @@ class WrapperState:
         self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
         self.buckets_checked, self.calls = False, 0
+        self._has_buckets = True
 
     def __reduce__(self) -> tuple[type["WrapperState"], tuple[()]]:
         return WrapperState, ()
@@ -65,21 +70,28 @@ class WrapperState:
         """The attached optimizers, the latest last."""
         return [owner for ref in self._owners if (owner := ref()) is not None]
 
-    @property
-    def has_lost_owner(self) -> bool:
-        """Whether an owner was dropped without `detach`."""
-        return len(self.owners) < len(self._owners)
+    def refuse_lost_owners(self) -> None:
+        """Raises RuntimeError if an owner was dropped without `detach`."""
+        if len(self.owners) < len(self._owners):
+            raise RuntimeError(
+                "a DistributedLion that was attached to the DDP wrapper is gone, so nothing would "
+                "use the gradients of its parameters: keep it, or call its detach() on every rank "
+                "before you drop it (with Accelerate, optimizer.optimizer.detach()). To go on "
+                "without it, wrap the model in DistributedDataParallel again"
+            )
 
     def set_owners(self, owners: list[Owner]) -> None:
         """Replaces the owners."""
         self._owners = [weakref.ref(owner) for owner in owners]
         self.set_synchronization()
+        self._fit_buckets()
 
     def remove(self, owner: Owner) -> None:
-        """Removes an owner. References to dropped ones stay, so `has_lost_owner` does, too."""
+        """Removes an owner. References to dropped ones stay, so they are still missed."""
         self._owners = [ref for ref in self._owners if ref() is not owner]
         self.buckets_checked = False
         self.set_synchronization()
+        self._fit_buckets()
 
     def set_synchronization(self) -> None:
         """Turns off DDP's synchronization, as `no_sync()` does, if gradients stay on their rank.
@@ -99,18 +111,45 @@ class WrapperState:
         ddp.require_backward_grad_sync = cast(bool, _Off(self)) if local else True
         ddp.require_forward_param_sync = not local
 
+    def _fit_buckets(self) -> None:
+        """Frees DDP's buckets if gradients stay on their rank, or makes them again.
+
+        Not for a static graph, which counts backward passes, and DDP's own mixed precision, whose
+        hooks name parameters by their place in the reducer. It must not be called in backward,
+        which the reducer takes part in.
+        """
+        ddp = self.ddp()
+        if ddp is None or ddp.static_graph or ddp.mixed_precision is not None:
+            return
+        needed = not isinstance(ddp.require_backward_grad_sync, _Off)
+        if needed == self._has_buckets:
+            return
+        self._has_buckets = needed
+        untyped: Any = ddp
+        if needed:
+            # As in `DistributedDataParallel.__setstate__`.
+            params, are_sparse = untyped._build_params_for_reducer()
+            names = untyped._build_debug_param_to_name_mapping(params)
+            untyped._ddp_init_helper(params, are_sparse, names, False)
+            _register_hook(ddp, self)
+        else:
+            no_model = nn.Parameter(torch.zeros(1, device=next(ddp.parameters()).device))
+            untyped._ddp_init_helper([no_model], [False], {}, False)
+
 
 class _Off:
-    """False while a wrapper has all its owners, also if `no_sync()` puts it back afterwards.
+    """False while a wrapper has owners, also if `no_sync()` puts it back afterwards.
 
-    It copies and pickles as True, so a copied wrapper averages.
+    If an owner was dropped, a forward that asks raises. It copies and pickles as True, so a copied
+    wrapper averages.
     """
 
     def __init__(self, state: WrapperState) -> None:
         self._state = state
 
     def __bool__(self) -> bool:
-        return not self._state.owners or self._state.has_lost_owner
+        self._state.refuse_lost_owners()
+        return not self._state.owners
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
         return bool, (True,)
@@ -140,13 +179,7 @@ def lion_hook(
     ddp, owners = state.ddp(), state.owners
     assert ddp is not None  # The wrapper's reducer calls this function.
     state.calls += 1
-    if state.has_lost_owner:
-        raise RuntimeError(
-            "a DistributedLion that was attached to the DDP wrapper is gone, so nothing would use "
-            "the gradients of its parameters: keep it, or call its detach() on every rank before "
-            "you drop it (with Accelerate, optimizer.optimizer.detach()). To go on without it, "
-            "wrap the model in DistributedDataParallel again"
-        )
+    state.refuse_lost_owners()
     if not owners:
         return allreduce_hook(ddp.process_group, bucket)
     _refuse_join(ddp)
@@ -269,15 +302,19 @@ def hook_states(owner: Owner) -> dict[DistributedDataParallel, WrapperState]:
 
 
 def _register(ddp: DistributedDataParallel) -> WrapperState:
-    # A copied wrapper lists our hook, but its reducer is new and has none.
-    ddp._comm_hooks.clear()
     state = WrapperState(ddp)
     try:
-        ddp.register_comm_hook(state, lion_hook)
+        _register_hook(ddp, state)
     except RuntimeError as error:  # One of DDP's built-in hooks, which `_comm_hooks` doesn't list.
         ddp._comm_hooks.clear()
         raise RuntimeError(f"the DDP wrapper already has a communication hook: {error}") from error
     return state
+
+
+def _register_hook(ddp: DistributedDataParallel, state: WrapperState) -> None:
+    # The wrapper lists our hook if it is a copy or had another reducer, but this one has none.
+    ddp._comm_hooks.clear()
+    ddp.register_comm_hook(state, lion_hook)
 
 
 def _trainable(ddp: DistributedDataParallel) -> list[nn.Parameter]:

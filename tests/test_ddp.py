@@ -310,6 +310,40 @@ def test_another_optimizer_may_not_step_attached_gradients(rank: int) -> None:
     assert list(_global_optimizer_pre_hooks.values()).count(_check_step) == 1
 
 
+BUCKETS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, False),
+    "bucket views": ({"gradient_as_bucket_view": True}, False),
+    "find unused": ({"find_unused_parameters": True}, False),
+    "static graph": ({"static_graph": True}, True),
+    "batch norm": ({}, True),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param("plain", marks=pytest.mark.smoke), *list(BUCKETS)[1:]]
+)
+@on_ranks(2)
+def test_an_attached_wrapper_keeps_no_copy_of_the_gradients(rank: int, case: str) -> None:
+    """Buckets are freed by `attach`, and come back with `detach`, if no gradient is averaged."""
+    options, keeps = BUCKETS[case]
+    ddp = DistributedDataParallel(Model(norm=case == "batch norm"), **options)
+    count = sum(param.numel() for param in ddp.parameters())
+
+    def in_buckets() -> int:
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        return sum(bucket.buffer().numel() for bucket in buckets)
+
+    assert in_buckets() == count
+    owner = Owner(ddp.parameters())
+    for _ in range(2):
+        attach(ddp, owner)
+        assert is_local(ddp, rank)
+        assert in_buckets() == (count if keeps else 1)
+        detach(owner)
+        assert in_buckets() == count
+        assert averages(ddp, rank)
+
+
 def copied(ddp: nn.Module, how: str) -> nn.Module:
     if how == "pickle":
         return pickle.loads(pickle.dumps(ddp))
