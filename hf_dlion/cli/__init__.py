@@ -47,8 +47,8 @@ work first.
 _PLAN_EXAMPLES = """\
 columns: "sent" is what a rank sends in a step, "network" the part of a step that waits for the
 network, "vs. no network" the ratio to a step of AdamW without network, and "memory" the weights,
-gradients, DDP's buckets, and optimizer state of a rank, without activations. "AdamW on one node"
-accumulates the batches of all nodes.
+gradients, DDP's buckets, and optimizer state of a rank, without activations, for which the advice
+leaves a tenth of a GPU. "AdamW on one node" accumulates the batches of all nodes.
 
 examples:
   hf-dlion plan 1b --ranks 8 --ranks-per-node 4 --link 10gbit --gpu h100 --tokens 16384

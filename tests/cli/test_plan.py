@@ -157,20 +157,31 @@ def test_the_other_methods_send_what_their_formulas_say() -> None:
     assert predict(small)[POWER].wire_bytes == 4 * (12 * 12 + 2 * 17 * 4)
 
 
-@pytest.mark.parametrize(("device", "unused"), [("cpu", 0), ("cuda", 4)])
-def test_unused_buckets_of_ddp_take_no_memory_on_a_cpu(device: str, unused: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_counts_ddps_buckets_where_attach_does_not_free_them(device: str) -> None:
     case = a_case(
         workload("7b"), ranks=8, per_node=4, machine=replace(CPU, device=device), vote_every=4
     )
     # Weights, gradients, buckets, and two momenta; Lion has one; PowerSGD has an error, too.
     memory = {name: own.memory_bytes / 7e9 for name, own in predict(case).items()}
-    known = {FP32: 20, ALONE: 20, POWER: 24, DLION: 12 + unused, NODE: 16}
+    known = {FP32: 20, ALONE: 20, POWER: 24, DLION: 12, NODE: 16}
     assert {name: memory[name] for name in known} == pytest.approx(known)
     assert memory[f"{NODE}, vote_every=4"] == pytest.approx(20)
     # A rank that is alone on its node.
     found = predict(replace(case, per_node=1))
     assert found[ALONE].memory_bytes / 7e9 == pytest.approx(16)
-    assert found[f"{DLION}, vote_every=4"].memory_bytes / 7e9 == pytest.approx(16 + unused)
+    assert found[f"{DLION}, vote_every=4"].memory_bytes / 7e9 == pytest.approx(16)
+    assert found["LocalSGD, 4 steps of AdamW"].memory_bytes / 7e9 == pytest.approx(16)
+
+
+def test_local_sgd_sends_the_weights_once_in_as_many_steps_as_are_planned() -> None:
+    """Like DDP's all-reduce, but nothing of it is hidden, and a step has no copies."""
+    found = predict(a_case(vote_every=8))
+    own, ddp = found["LocalSGD, 8 steps of AdamW"], found[FP32]
+    assert own.wire_bytes == pytest.approx(ddp.wire_bytes / 8, rel=1e-3)
+    assert own.parts["network"] == pytest.approx(8 * own.wire_bytes / 0.94e9, rel=1e-2)
+    rest = own.step_s - own.parts["network"]
+    assert rest == pytest.approx(found[ALONE].step_s - CPU.compute_s)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(3, 1), (6, 2)])
@@ -209,6 +220,13 @@ def test_the_advice_ends_with_options_that_trainer_takes(
     )
     assert advice(case, [predict(case)]).endswith(ends)
     assert parse_optim_args(options, {})["vote_every"] == 32
+
+
+def test_with_fsdp2_the_advice_ends_with_arguments_of_the_optimizer() -> None:
+    link = Link(bits_per_s=1e8)
+    case = a_case(ranks=8, per_node=4, shard=4, link=link, vote_every=32)
+    end = ' create DistributedLion(..., replicate=mesh["replicate"], vote_every=32).'
+    assert advice(case, [predict(case)]).endswith(end)
 
 
 # Times
@@ -462,8 +480,9 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             (60, 50),
             {"power": 20, "gpu_gb": 18, "local": 20},
             "AdamW with DDP does not fit into memory: a rank needs 20 GB with AdamW with DDP"
-            ".*18 GB. Use DistributedLion. AdamW with PowerSGD rank 4 and DistributedLion, "
-            "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB."
+            ".*10% or more. Use DistributedLion. AdamW with PowerSGD rank 4 and DistributedLion, "
+            "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB, of "
+            "which activations need 10% or more."
             ' DistributedLion in Trainer: optim="dlion".$',
         ),
         ((60, 50), {"gpu_gb": 10}, "The model does not fit into memory: .*If it did fit: Dist"),
@@ -542,22 +561,26 @@ def test_numbers_are_not_cut_in_a_narrow_terminal(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        # vote_every and PowerSGD need 26 GB.
+        # Activations need a tenth of the memory, so 22 GB don't fit.
+        (
+            "1.4b --link=1gbit",
+            ["AdamW with DDP does not fit", "memory: .* Use DistributedLion. Ad"],
+        ),
         ("2.2b --dtype=bf16 --link=1gbit", ["Use AdamW on one node."]),
-        ("1.4b --link=1gbit", ["AdamW with DDP does not fit", "Use AdamW on one node."]),
+        ("1.2b --link=1gbit", ["AdamW with DDP does not fit", "vote_every=32 pays: AdamW on"]),
         ("1.3b --link=200gbit", ["AdamW with DDP does not fit", "DistributedLion pays: AdamW on"]),
         (
             "26b --shard=8 --ranks=16 --dtype=bf16 --link=1gbit",
-            ["AdamW with FSDP2 does not fit", "24 GB. Use DistributedLion."],
+            ["AdamW with FSDP2 does not fit", "10% or more. Use DistributedLion."],
         ),
     ],
 )
 def test_the_advice_is_a_method_that_fits(run: Any, words: str, parts: list[str]) -> None:
     result = json.loads(run(*words.split(), "--gpu=rtx4090", "--format=json"))
     last = result["advice"]
-    assert all(part in last for part in parts), last
+    assert all(re.search(part, last) for part in parts), last
     for method in result["methods"]:
-        if method["memory_bytes"] > 24e9:
+        if method["memory_bytes"] > 0.9 * 24e9:
             assert method["name"] + " is" not in last
             assert f"Use {method['name']}." not in last
             assert method["name"] + " pays" not in last
@@ -615,6 +638,20 @@ def test_a_small_model_is_measured_here(run: Any, monkeypatch: pytest.MonkeyPatc
 
 
 # Models
+
+
+def test_adapters_are_pairs_of_thin_factors_which_powersgd_hardly_compresses() -> None:
+    work = workload("7b", trainable=40_000_000)
+    width = usual_shapes(7 * 10**9)[0][-1]
+    assert set(work.shapes[:-1]) == {(12, width), (width, 12)}
+    assert work.trainable == 40_000_000
+    assert work.note == "791 tensors, adapters of rank 12 on all matrices"
+    sent = predict(a_case(work))[POWER].wire_bytes
+    assert sent / 4 / 40_000_000 == pytest.approx((12 + width) * 4 / (12 * width), rel=0.01)
+    assert workload("7b", trainable=5).shapes == ((5,),)
+    # Of rank 8, their factors have more than half as many elements.
+    eight = a_case(workload("7b", trainable=27_000_000))
+    assert predict(eight)[POWER].wire_bytes == 4 * 27_000_000
 
 
 def test_shapes_of_a_count_are_matrices_but_for_less_than_a_row() -> None:
@@ -677,7 +714,7 @@ def test_the_examples_of_the_page_are_what_plan_recommends(model: str, capsys: A
             words = ["plan", model, "--ranks", nodes, "--link", link, "--gpu", "rtx4090"]
             assert cli.main([*words, "--format", "json"]) == 0
             predicted = json.loads(capsys.readouterr().out)
-            if "AdamW with PowerSGD rank 4 is predicted to be" in predicted["advice"]:
+            if re.search("PowerSGD rank 4 (is predicted|would be)", predicted["advice"]):
                 faster.add((nodes, link))
             found = recommended(predicted, int(nodes))
             if model != "1b":  # It recommends the same, and gains may differ a little.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hf_dlion.cli.plan.methods import (
     ALONE,
     DLION,
+    LOCAL_SGD,
     NODE,
     NONE,
     POWER,
@@ -25,6 +26,8 @@ WORTH = 1.10
 # another optimizer then saves is its own work, or DDP's copies, which gradient_as_bucket_view
 # saves, too.
 HIDDEN = 0.05
+# The share of a GPU's memory that is left for activations; they need more with long sequences.
+ACTIVATIONS = 0.1
 # How far measurements may differ, and what share of the cores other processes may use, without a
 # warning.
 SPREAD, BUSY = 1.25, 0.2
@@ -56,7 +59,7 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
         return f"{memory}{cannot} other work slows this machine down. By the shortest times, {why}."
     text = f"{memory}{why}." if pays else f"{memory}{why}. Use {best}."
     text += _momenta(case, best)
-    ours, fits = best, measured[0][DLION].memory_bytes <= case.machine.memory_bytes
+    ours, fits = best, measured[0][DLION].memory_bytes <= _room(case)
     power = POWER, ", if its low rank trains your model"
     for name, condition in (*((name, "") for name in _local(case, predictions)), power):
         gain = predictions[best].step_s / predictions[name].step_s if name in predictions else 0.0
@@ -127,19 +130,26 @@ def _reducing(predictions: Predictions) -> list[str]:
 
 def _fitting(case: Case, predictions: Predictions) -> Predictions:
     """Returns the methods that fit into memory; all of them if `DistributedLion` doesn't."""
-    has = case.machine.memory_bytes
-    if predictions[DLION].memory_bytes > has:
+    if predictions[DLION].memory_bytes > _room(case):
         return predictions
-    return {name: found for name, found in predictions.items() if found.memory_bytes <= has}
+    return {name: found for name, found in predictions.items() if found.memory_bytes <= _room(case)}
+
+
+def _room(case: Case) -> float:
+    """Returns the bytes of a rank's memory that activations leave."""
+    return (1 - ACTIVATIONS) * case.machine.memory_bytes
 
 
 def _to_set(case: Case, name: str) -> str:
-    """Returns what to set in Trainer; "" for AdamW, and for FSDP2, which needs more."""
-    if not name.startswith(DLION) or case.shard > 1:
+    """Returns what to set in Trainer, or with FSDP2 in the loop; "" for AdamW."""
+    if not name.startswith(DLION):
         return ""
     options = ["local_group=node"] if name.startswith(NODE) else []
     options += re.findall(r"vote_every=\d+", name)
     options += ["momentum_sync_every=1"] if name.endswith(WITH_MOMENTA) else []
+    if case.shard > 1:
+        arguments = ", ".join(['replicate=mesh["replicate"]', *options])
+        return f" With FSDP2 in each node, create DistributedLion(..., {arguments})."
     text = f' {name} in Trainer: optim="dlion"'
     text += f', optim_args="{",".join(options)}"' if options else ""
     return f"{text}, average_tokens_across_devices=False." if "vote_every" in name else f"{text}."
@@ -156,27 +166,28 @@ def _momenta(case: Case, name: str) -> str:
 def _left_out(case: Case, found: Predictions, fitting: Predictions, best: str) -> str:
     """Returns which methods would be faster than the best one, but don't fit; or ""."""
     limit = found[best].step_s / WORTH
-    advised = [n for n in found if n != NONE and "vote_every" not in n] + _local(case, found)
+    never = (NONE, LOCAL_SGD)
+    advised = [n for n in found if not n.startswith(never) and "vote_every" not in n]
+    advised += _local(case, found)
     names = [n for n in advised if n not in fitting and found[n].step_s <= limit]
     if not names:
         return ""
     least = min(found[name].memory_bytes for name in names)
     return (
         f" {' and '.join(names)} would be faster, but {'need' if names[1:] else 'needs'} at least "
-        f"{_gb(least)}, and each {case.machine.name} has {_gb(case.machine.memory_bytes)}."
+        f"{_gb(least)}, and {_has(case)}."
     )
 
 
 def _memory(case: Case, predictions: Predictions) -> str:
     """Returns the beginning of the advice if something doesn't fit, or ""."""
-    has, needed = case.machine.memory_bytes, predictions[DLION].memory_bytes
+    has, needed = _room(case), predictions[DLION].memory_bytes
     name = min(_reducing(predictions), key=lambda name: predictions[name].memory_bytes)
     adamw, kind = predictions[name].memory_bytes, " ".join(name.split()[:3])
     if max(adamw, needed) <= has:
         return ""
     needs = (
-        f"a rank needs {_gb(adamw)} with {kind} and {_gb(needed)} with {DLION}, before "
-        f"activations, and each {case.machine.name} has {_gb(has)}"
+        f"a rank needs {_gb(adamw)} with {kind} and {_gb(needed)} with {DLION}, and {_has(case)}"
     )
     if needed <= has:
         return f"{kind} does not fit into memory: {needs}. "
@@ -197,6 +208,13 @@ def _compared(gain: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
+
+
+def _has(case: Case) -> str:
+    return (
+        f"each {case.machine.name} has {_gb(case.machine.memory_bytes)}, of which activations need "
+        f"{ACTIVATIONS:.0%} or more"
+    )
 
 
 def _gb(size: float) -> str:

@@ -31,6 +31,7 @@ FORWARD_SHARE = 1 / 3
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
+LOCAL_SGD = "LocalSGD"
 NODE = f'{DLION}, local_group="node"'
 # Ends the name of local steps whose exchanges also average momenta (`momentum_sync_every=1`).
 WITH_MOMENTA = " and momenta"
@@ -175,9 +176,8 @@ def predict(case: Case) -> dict[str, Prediction]:
         voters = replace(case.between_nodes(), work=case.work.shard(case.shard))
     copies_s = 0.0 if sharded else 2 * case.work_s("copy")  # Into DDP's buckets, and back.
     weights, trained = size * case.work.parameters / case.shard, size * voters.work.trainable
-    # DDP's buckets hold a copy of the gradients. Unused ones take memory on a GPU only.
+    # DDP's buckets hold a copy of the gradients. `attach` frees them if every rank votes.
     buckets = 0 if sharded else 1
-    unused = buckets if case.machine.device == "cuda" else 0
     found: dict[str, Prediction] = {}
 
     def add(name: str, cost: Cost, kept: int) -> None:
@@ -197,8 +197,8 @@ def predict(case: Case) -> dict[str, Prediction]:
         add(f"AdamW with {kind} {name}", cost, 3 + buckets)
     if not sharded:
         add(POWER, _power_sgd(case, copies_s), 4 + buckets)  # It also keeps an error.
-    add(DLION, _votes(voters, case.ranks, 1), 2 + unused)
-    name, vote, share, kept = DLION, voters, 1, unused
+    add(DLION, _votes(voters, case.ranks, 1), 2)
+    name, vote, share, kept = DLION, voters, 1, 0
     if case.per_node > 1 and not sharded:
         # DDP's buckets carry the gradients inside the node, and each rank exchanges its share.
         name, vote, share, kept = NODE, case.between_nodes(), case.per_node, buckets
@@ -206,6 +206,8 @@ def predict(case: Case) -> dict[str, Prediction]:
     local_steps = partial(_local_steps, ranks=case.ranks, share=share, inside_s=inside_s)
     every, _ = local_steps(vote, momenta=case.averages_momenta)
     vote = replace(vote, vote_every=every)
+    if not sharded and case.per_node == 1:
+        add(f"{LOCAL_SGD}, {every} steps of AdamW", _local_sgd(case, every), 3)
     # A second number is the anchor, and with 16 bits a third the compensation.
     kept += 4 if size == 2 else 3
     add(f"{name}, vote_every={every}", local_steps(vote, momenta=False)[1], kept)
@@ -261,6 +263,13 @@ def _power_sgd(case: Case, copies_s: float) -> Cost:
     clock.wait(clock.send(sent, 3 * case.reduce_s(sent / 3)))
     clock.work("optimizer", case.work_s("adamw"))
     return clock.cost()
+
+
+def _local_sgd(case: Case, every: int) -> Cost:
+    """Returns the cost of AdamW on each rank, and of the mean of weights after `every` steps."""
+    sent = 2 * (case.ranks - 1) * -(-case.work.trainable // case.ranks) * case.dtype.itemsize
+    parts = {"compute": case.machine.compute_s, "network": case.reduce_s(sent) / every}
+    return sent // every, parts | {"optimizer": case.work_s("adamw")}
 
 
 def power_numel(shape: Sequence[int]) -> int:

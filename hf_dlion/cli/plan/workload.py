@@ -70,8 +70,10 @@ def workload(model: str, trainable: int | None = None) -> Workload:
                 f"--trainable {trainable:,} is more than the {found.parameters:,} parameters of "
                 f"{model}"
             )
-        found = replace(found, shapes=usual_shapes(trainable))
-    if count is None and trainable is None:
+        shapes = adapter_shapes(trainable, found.parameters)
+        note = f"{len(shapes)} tensors, adapters of rank {min(shapes[0])} on all matrices"
+        return replace(found, shapes=shapes, note=note)
+    if count is None:
         return found
     note = f"{len(found.shapes)} tensors, matrices of {found.shapes[0][-1]} x {found.shapes[0][-1]}"
     return replace(found, note=note)
@@ -87,6 +89,16 @@ def usual_shapes(count: int) -> tuple[tuple[int, ...], ...]:
     rows, rest = divmod(rest, width)
     last = ((rows, width),) if rows else ()
     return ((width, width),) * matrices + last + (((rest,),) if rest else ())
+
+
+def adapter_shapes(count: int, parameters: int) -> tuple[tuple[int, ...], ...]:
+    """Returns shapes of LoRA's factors of `count` elements, on all matrices of a transformer."""
+    matrices = usual_shapes(parameters)
+    width = matrices[0][-1]
+    rank = max(1, round(count / (2 * width * len(matrices))))
+    pairs, rest = divmod(count, 2 * rank * width)
+    factors = ((rank, width), (width, rank)) * pairs
+    return factors + (((rest,),) if rest else ())
 
 
 def _unused_by_a_token(model: Any) -> float:
