@@ -279,7 +279,7 @@ class DistributedLion(torch.optim.Optimizer):
                     "optimizer.exchange_now() on every rank before destroy_process_group()"
                 )
             return
-        report, layout, number = Report(Kind.EXCHANGE), Layout(), 0
+        report, layout = Report(Kind.EXCHANGE), Layout()
         try:
             with self.peers.all_or_none(report):
                 layout, report.period = self.params.fresh_layout(), local.period
@@ -289,7 +289,10 @@ class DistributedLion(torch.optim.Optimizer):
             if (ranks := self.peers.ranks) is not None and self.peers.voter_count > 1:
                 context = self._context(local.exchanges + 1)
                 number = local.exchange(layout, agreed, context, ranks)
-            self._run_periodic_tasks(number, layout)
+                self._run_periodic_tasks(number, layout)
+        except BaseException as error:
+            warn_deferred(error)
+            raise
         finally:
             layout.release()
             self._scratch.release()
@@ -364,7 +367,8 @@ class DistributedLion(torch.optim.Optimizer):
             RuntimeError: On every rank, if a rank abstained in `max_abstained_steps` consecutive
                 steps; or on this rank, in `common_weights` between two exchanges.
         """
-        loss, sent, in_node = None, self.wire.bytes_sent, self.wire.node_bytes_sent
+        loss = None
+        sent, sent_in_node = self.wire.bytes_sent, self.wire.node_bytes_sent
         report, layout = Report(Kind.STEP), Layout()
         try:
             with self.peers.all_or_none(report):  # What fails in here waits for the header.
@@ -386,11 +390,14 @@ class DistributedLion(torch.optim.Optimizer):
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)
             self._take(report, layout, agreed)
+        except BaseException as error:
+            warn_deferred(error)
+            raise
         finally:
             layout.release()
             self._scratch.release()
         self.wire.last_bytes_sent = self.wire.bytes_sent - sent
-        self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - in_node
+        self.wire.last_node_bytes_sent = self.wire.node_bytes_sent - sent_in_node
         warn_deferred()
         return loss
 

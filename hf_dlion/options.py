@@ -44,8 +44,9 @@ class Options:
         TypeError: If a value has the wrong type.
     """
 
-    bits: int | None = None
+    # First, because the defaults of others depend on it, and an error names the first difference.
     vote_every: int = 1
+    bits: int | None = None
     aggregation: Aggregation | None = None
     ties: Ties = "alternate"
     level_scale: LevelScale = "word"

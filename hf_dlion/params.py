@@ -232,18 +232,25 @@ class Params:
                 slot.grad = flat_gradient(slot.name, grad, slot.part)
         unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
         is_finite = unscaled and survey(slots)  # No NaN, and no Inf.
-        if not self.state and not any([float(group["lr"]) for group in self.groups]):
-            grads = [slot.grad for slot in slots if slot.grad is not None]
-            if not any(numbers([grad.any() for grad in grads])):
-                # torch.distributed.checkpoint takes such a step to create the state, in its
-                # `_init_optim_state`. Without gradients no rank votes, and no step is counted.
-                for slot in slots:
-                    self.flat_momentum(slot.param)
-                    slot.grad = None
+        if self._only_creates_state(slots):
+            # Without gradients no rank votes, and no step is counted.
+            for slot in slots:
+                self.flat_momentum(slot.param)
+                slot.grad = None
         for slot in slots:
             if slot.grad is not None:
                 self.take_momentum(slot)
         return is_finite
+
+    def _only_creates_state(self, slots: Sequence[Slot]) -> bool:
+        """Returns whether this is the step of torch.distributed.checkpoint's `_init_optim_state`.
+
+        It takes one with a learning rate and gradients of zero, before there is a state.
+        """
+        if self.state or any([float(group["lr"]) for group in self.groups]):
+            return False
+        grads = [slot.grad for slot in slots if slot.grad is not None]
+        return not any(numbers([grad.any() for grad in grads]))
 
     def take_momentum(self, slot: Slot) -> None:
         """Gives a slot its momentum and the parameter's state."""

@@ -64,11 +64,10 @@ class Peers:
         self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
         self._loads = self._attaches = 0
-        # A function has another text in every process. The default of others depends on vote_every.
-        first = sorted(fields(options), key=lambda field: field.name != "vote_every")
+        # A function has another text in every process.
         self._option_texts = {
             field.name: str(value)
-            for field in first
+            for field in fields(options)
             if not callable(value := getattr(options, field.name))
         }
 
@@ -191,7 +190,9 @@ class Peers:
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
-        given, known, values, steps = report, layout or Layout(), dict[str, object](), 0
+        given, known = report, layout or Layout()
+        values: dict[str, object] = {}
+        steps = 0
         try:
             steps = self._params.steps
             # A save or a load doesn't know the layout; all ranks must reshard.

@@ -31,12 +31,15 @@ def defer_warning(text: str) -> None:
     _deferred.append(text)
 
 
-def warn_deferred() -> None:
-    """Gives the warnings that were deferred since the last call."""
+def warn_deferred(error: BaseException | None = None) -> None:
+    """Gives the warnings that were deferred since the last call, or adds them to an error."""
     texts = [*_deferred]
     _deferred.clear()
     for text in texts:
-        warn_user(text)
+        if error is None:
+            warn_user(text)
+        else:
+            error.add_note(text)
 
 
 def _package(names: dict[str, object]) -> str:

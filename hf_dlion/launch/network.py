@@ -79,7 +79,7 @@ def name_interface() -> str:
     for target in (host, ANYWHERE):
         try:
             route = route_to(target)
-        except OSError:  # torch.distributed will report that it cannot connect.
+        except (OSError, UnicodeError):  # torch.distributed will report that it cannot connect.
             continue
         # On rank 0's node MASTER_ADDR may be a loopback address.
         if not route.is_loopback:

@@ -11,7 +11,8 @@ A step with votes (`DistributedLion.step`), an exchange, and every other `Kind` 
 local step has none. What fails on a rank waits for its next header (`peers.all_or_none`), which
 raises on all ranks.
 
-Headers take gloo, which finds ranks that send other data, or nothing. A group without it, such as
+Headers take gloo, where a rank that ended, or waits elsewhere until the timeout, is an error on the
+others. If it is in a collective of another size, gloo ends a process. A group without gloo, such as
 Trainer's on GPUs with NCCL only, gets a gloo group after its first header (`Topology.form`).
 """
 

@@ -327,10 +327,11 @@ def lost(what: str, group: dist.ProcessGroup, error: BaseException) -> LostRank:
         named = f"one of {named_ranks(others)}"
     return LostRank(
         f"rank {dist.get_rank()} lost {named} while waiting for {what}: a rank "
-        f"can't be reached, ended, left the training loop, skipped a step, or stalled for longer "
-        f"than the process group's timeout of {timeout_of(group)}. Read the output of the rank "
-        f"that ended first, and give every rank the same number of steps. Parameters may have "
-        f"moved in part, so restart all ranks from a checkpoint. torch says: {error}"
+        f"can't be reached, ended, left the training loop, skipped a step, waits in another "
+        f"collective (such as a barrier on one rank only), or stalled for longer than the process "
+        f"group's timeout of {timeout_of(group)}. Read the output of the rank that ended first, "
+        f"and give every rank the same number of steps. Parameters may have moved in part, so "
+        f"restart all ranks from a checkpoint. torch says: {error}"
     )
 
 

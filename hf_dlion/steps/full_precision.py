@@ -35,8 +35,13 @@ def step_in_full_precision(
         slot.grad = slot.mean
         if slot.grad is None:
             slot.momentum = None
+    if not survey(slots):
+        # Finite gradients with a sum that isn't: as if no rank had one.
+        for slot in slots:
+            if slot.grad is not None and not slot.grad.isfinite().all():
+                slot.grad = slot.momentum = None
+                slot.moves = False
     # Rows of the mean and one random stream, so momenta stay equal on all voters.
-    survey(slots)
     context = replace(context, voter=0)
     context.age_rows(slots)
     plain_lion(layout.averaged_messages, context, exact=True)

@@ -213,6 +213,26 @@ def test_an_environment_without_hf_dlion_says_so_and_works_otherwise(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
+NO_CARD = """
+import sys
+import types
+
+stub = sys.modules["hf_dlion.launch.after_imports"] = types.ModuleType("after_imports")
+stub.set_interface = lambda: 1 / 0
+stub.accept_name = lambda: __import__("hf_dlion").register()
+stub.register = lambda: None
+from transformers import TrainingArguments
+
+print(TrainingArguments("out", optim="dlion", use_cpu=True).optim.value)
+"""
+
+
+def test_without_a_network_interface_the_optimizer_is_still_there(tmp_path: Path) -> None:
+    done = output_of([*RUN, sys.executable, "-c", NO_CARD], cwd=tmp_path)
+    assert "hf-dlion run: cannot choose the network interface: division by zero" in done.stderr
+    assert done.stdout == "dlion\n"
+
+
 def test_a_command_of_an_environment_that_is_not_active_is_found(tmp_path: Path) -> None:
     done = output_of(
         [*RUN, "hf-dlion", "--help"], PATH="/usr/bin:/bin", PYTHONDONTWRITEBYTECODE="1"

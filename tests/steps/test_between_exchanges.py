@@ -877,3 +877,25 @@ def test_an_anchor_that_is_not_finite_takes_no_part(rank: int) -> None:
     for _ in range(2):
         optimizer.step()
     assert torch.equal(param.detach().nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@on_ranks(2)
+def test_a_warning_of_a_step_that_fails_is_a_note_of_its_error(rank: int) -> None:
+    """Otherwise, the next step would give it, perhaps that of another optimizer."""
+    params = [nn.Parameter(torch.zeros(64)) for _ in range(2)]
+    optimizer = DistributedLion(list(zip("pq", params, strict=True)), lr=0.01, vote_every=2)
+    for param in params:
+        param.grad = torch.ones(64)
+    optimizer.step()
+    with torch.no_grad():
+        if rank == 0:
+            params[0].fill_(torch.nan)
+            params[1].fill_(5.0)
+    with pytest.raises(Disagreement, match="'q'") as failure:
+        optimizer.exchange_now()
+    notes = getattr(failure.value, "__notes__", [])
+    assert len(notes) == (rank == 0)
+    assert all("'p' were not finite on rank 0" in note for note in notes)
+    alone = DistributedLion([nn.Parameter(torch.zeros(64))])
+    alone.param_groups[0]["params"][0].grad = torch.ones(64)
+    alone.step()  # A warning would be an error.

@@ -126,3 +126,19 @@ def test_unequal_momenta_are_averaged_if_a_rank_has_no_gradient(rank: int) -> No
     assert is_equal_everywhere(optimizer.state[param]["exp_avg"])
     assert is_equal_everywhere(optimizer.state[other]["exp_avg"])
     assert is_equal_everywhere(other)
+
+
+@on_ranks(2)
+def test_finite_gradients_whose_sum_is_not_change_nothing(rank: int) -> None:
+    optimizer = DistributedLion(
+        [(name, nn.Parameter(torch.ones(70))) for name in ("mean", "voted")],
+        lr=0.1, weight_decay=0.1, full_precision="mean",
+    )  # fmt: skip
+    mean, voted = optimizer.param_groups[0]["params"]
+    for value in (1.0, 2e38, 1.0):
+        before = mean.clone(), voted.clone()
+        mean.grad, voted.grad = torch.full((70,), value), torch.ones(70)
+        optimizer.step()
+        assert torch.equal(mean, before[0]) == (value > 1)
+        assert not torch.equal(voted, before[1])
+    assert optimizer.state[mean]["exp_avg"][0].item() == pytest.approx(1 - 0.98**2)

@@ -62,14 +62,15 @@ def _call(function: str) -> None:
         module = __import__("hf_dlion.launch.after_imports", fromlist=[function])
         getattr(module, function)()
     except Exception as error:
-        _CALLS.clear()
+        missing = isinstance(error, ImportError) and error.name == "hf_dlion"
+        why = "hf_dlion isn't installed there" if missing else str(error)
+        what = f"optim='dlion' isn't available with {sys.executable}"
+        if function == "set_interface" and not missing:
+            what = "cannot choose the network interface"
+        else:
+            _CALLS.clear()
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            missing = isinstance(error, ImportError) and error.name == "hf_dlion"
-            why = "hf_dlion isn't installed there" if missing else str(error)
-            print(
-                f"hf-dlion run: optim='dlion' isn't available with {sys.executable}: {why}",
-                file=sys.stderr,
-            )
+            print(f"hf-dlion run: {what}: {why}", file=sys.stderr)
 
 
 def _import_next() -> None:
