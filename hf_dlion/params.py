@@ -200,7 +200,9 @@ class Params:
         for k, (name, p) in enumerate(self.named()):
             if p in trained:
                 slots.append(slot := Slot.of(p, group_of[k], fsdp.local_part(p.detach())))
-                slot.full_precision, slot.synced, slot.name = averaged[k], synced[k], name
+                slot.full_precision = averaged[k]
+                slot.synced = synced[k]
+                slot.name = name
         fsdp.check_sharding([(slot.name, slot.param) for slot in slots], self._replicate)
         _check_memory(slots)
         return Layout(key, slots)

@@ -57,7 +57,9 @@ class Peers:
                 "already vote as one"
             )
         lost_ranks.note_world()
-        self._params, self._local, self._options = params, local, options
+        self._params = params
+        self._local = local
+        self._options = options
         self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None

@@ -41,9 +41,13 @@ PATIENCE = timedelta(minutes=2)
 # Time after which two processes of this machine are killed; they may start slowly.
 HANGS_S = 600.0
 # Size of a link's first message; time and largest size of the message that is measured.
-FIRST_BYTES, TIMED_S, MOST_BYTES = 1 << 20, 0.5, 256 << 20
+FIRST_BYTES = 1 << 20
+TIMED_S = 0.5
+MOST_BYTES = 256 << 20
 
-OK, WARN, FAIL = "ok", "warn", "FAIL"
+OK = "ok"
+WARN = "warn"
+FAIL = "FAIL"
 
 
 class Report:
@@ -216,7 +220,9 @@ def _steps(device: torch.device) -> int:
 
 def _among_ranks(report: Report) -> None:
     """Prints what each rank has, takes steps with all ranks, and measures their links."""
-    device, backend, advice = torch.device("cpu"), "gloo", ""
+    device = torch.device("cpu")
+    backend = "gloo"
+    advice = ""
     if torch.cuda.is_available():
         device = _own_gpu()
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
@@ -297,7 +303,9 @@ def _links(report: Report, nodes: list[str], device: torch.device) -> str:
         found.append((mbit, link, 1e3 * latency_s))
     slowest, link, _ = min(found)
     report.add(OK, "slowest link", link)
-    rate, per_node, fill_in = "1gbit", 1, ", and 1gbit by your network's rate"
+    rate = "1gbit"
+    per_node = 1
+    fill_in = ", and 1gbit by your network's rate"
     if not one_node:
         latency_ms = max(latency for *_, latency in found)
         rate = f"{max(slowest, 1):.0f}mbit --efficiency 1 --latency-ms {latency_ms:.2g}"

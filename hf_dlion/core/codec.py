@@ -72,7 +72,9 @@ def level_codes(
         out: Output, uint8, shape (2, 64 * W), overwritten; the first row is returned.
         scratch: Scratch memory, dtype and shape of `u`, overwritten.
     """
-    words, scale, codes = scratch.view(-1, WORD), magnitude.view(-1, 1), out[0]
+    words = scratch.view(-1, WORD)
+    scale = magnitude.view(-1, 1)
+    codes = out[0]
     if bits == 2:
         # Codes 0, 1, 2, 3 stand for the levels -3, -1, 1, 3.
         sign = sign_codes(u, phase, out[1].view(torch.bool)).view(torch.uint8)

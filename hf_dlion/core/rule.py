@@ -76,7 +76,9 @@ class Average:
     """
 
     def __init__(self, voters: int, bits: int) -> None:
-        self.name, self.voters, self.top = "average", voters, TOP[bits]
+        self.name = "average"
+        self.voters = voters
+        self.top = TOP[bits]
         self.plane_count = (voters * self.top).bit_length()
 
     def decide(self, sums: list[Tensor], total: int | Tensor, phase: int) -> Tensor:

@@ -118,7 +118,9 @@ def _store(x, line, column, word, T: tl.constexpr, WHOLE: tl.constexpr, added):
 
     To bfloat16 they are rounded by `added`, which is added to their bits.
     """
-    k, at, stored = elements(word), tl.load(line + column).to(tl.pointer_type(T)), x
+    k = elements(word)
+    at = tl.load(line + column).to(tl.pointer_type(T))
+    stored = x
     if T == tl.bfloat16:
         high = (x.to(tl.uint32, bitcast=True) + tl.where(x == x, added, 0)) >> 16
         x, stored = (

@@ -88,7 +88,9 @@ def slot_lines(message: Message) -> list[SlotLine]:
             size = min(stops[slot] - start, _SAME_KEY - number % _SAME_KEY)
             place = Line(size, word + skipped, row, skipped, row_words)
             lines.append(SlotLine(slot, start, number, place))
-            start, number, skipped = start + size, number + size, skipped + size // WORD
+            start += size
+            number += size
+            skipped += size // WORD
         row += words // row_words
     return lines
 
@@ -98,7 +100,9 @@ class KernelVote:
 
     def __init__(self, message: Message, context: StepContext) -> None:
         """Fills one table for both launches."""
-        self._message, self._context, table = message, context, Table(message.device)
+        self._message = message
+        self._context = context
+        table = Table(message.device)
         lines = slot_lines(message)
         is_encoded = context.bits == 1
         voting = [line for line in lines if is_encoded and line.slot.grad is not None]

@@ -138,7 +138,9 @@ _of_rows: weakref.WeakKeyDictionary[Rows, Lines] = weakref.WeakKeyDictionary()
 def lines_of(rows: Rows) -> Lines:
     """Returns lines for all rows of a message, kept as long as its rows."""
     if rows not in _of_rows:
-        lines, word, row = [], 0, 0
+        lines = []
+        word = 0
+        row = 0
         for row_count, row_words in rows.lengths:
             lines.append(Line(row_count * row_words * WORD, word, row, 0, row_words))
             word, row = word + row_count * row_words, row + row_count

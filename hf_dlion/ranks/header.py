@@ -33,7 +33,9 @@ HEADER_BYTES = 8 * HEADER_WORDS
 _LARGEST_VERSION = 1000
 # Bits of word 4: the rank's gradients are finite; something failed on it. From this bit on, it has
 # the number of steps from which the rank abstained.
-FINITE, FAILED, ABSTAINED_AT = 1, 2, 2
+FINITE = 1
+FAILED = 2
+ABSTAINED_AT = 2
 # Length of the longest error text that other ranks show, in characters.
 _LONGEST_TEXT = 4000
 _ELSEWHERE = (

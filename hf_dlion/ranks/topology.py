@@ -165,7 +165,9 @@ class Topology:
 
     def _form_nodes(self, local_group: Literal["node"] | int) -> None:
         everyone = self.everyone
-        size, place, failure = 0, 0, None
+        size = 0
+        place = 0
+        failure = None
         try:
             size, place = _place_in_node(local_group, os.environ)
         except ValueError as error:  # The other ranks wait for this one.

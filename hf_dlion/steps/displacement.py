@@ -66,7 +66,9 @@ def average_displacements(
             different weights, or a parameter's amount on one is larger than steps can have made it.
             With 1 bit the amount is a mean, which shows only if most elements were replaced.
     """
-    voters, stats, scale = ranks.voters, ranks.voters.stats, SCALES[context.bits]
+    voters = ranks.voters
+    stats = ranks.voters.stats
+    scale = SCALES[context.bits]
     by_voter = _amounts_by_voter(layout, scale, context, ranks)
     scale.set_magnitudes(layout.slots, by_voter)
     for slot, count, *amounts in zip(layout.slots, gradient_counts, *by_voter, strict=True):

@@ -90,7 +90,9 @@ def sum_over_voters(flat: Tensor, what: str, ranks: Topology) -> Tensor:
     bits, in whatever order a backend adds. Bytes per rank, for n elements of z bytes, with
     s = ceil(n / L): 2 (N - 1) ceil(s / N) z to other nodes, and (L - 1) s z inside the node.
     """
-    wire, node, size = ranks.voters, ranks.node, flat.numel()
+    wire = ranks.voters
+    node = ranks.node
+    size = flat.numel()
     total = flat.to(wire.device_for(flat.device), copy=True)
     if node is None:
         wire.all_reduce(total, what).wait()

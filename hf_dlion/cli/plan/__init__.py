@@ -113,7 +113,9 @@ def _result(case: Case, predictions: dict[str, Prediction]) -> dict[str, Any]:
 
 
 def _table(result: dict[str, Any], *, markdown: bool) -> Table:
-    model, methods, rate = result["model"], result["methods"], result["link_bits_per_s"]
+    model = result["model"]
+    methods = result["methods"]
+    rate = result["link_bits_per_s"]
     total, trained = model["parameters"], model["trainable"]
     some = "" if trained == total else f", {trained:,} trained"
     link = f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"

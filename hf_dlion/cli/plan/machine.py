@@ -43,9 +43,13 @@ POWER_RANK = 4
 BITS = (1, LOCAL_BITS)
 # Elements of the measured tensor: large enough to leave the caches, small enough for seconds. A GPU
 # would wait for Python with less, and has at least so many bytes for each element that is measured.
-NUMEL, COLUMNS, BYTES_EACH = {"cpu": 1 << 23, "cuda": 1 << 27}, 1024, 128
+NUMEL = {"cpu": 1 << 23, "cuda": 1 << 27}
+COLUMNS = 1024
+BYTES_EACH = 128
 # Fewest and most rounds of measurement, and seconds after which no round begins.
-LEAST_ROUNDS, MOST_ROUNDS, BUDGET_S = 3, 8, 15.0
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 8
+BUDGET_S = 15.0
 # The share of its peak at which a GPU trains: 38 to 43% for Llama 3 405B on H100s (arXiv
 # 2407.21783, table 4).
 MFU = 0.4
@@ -53,7 +57,9 @@ MFU = 0.4
 # of 8, with 1,024 tokens each.
 TOKENS = {"cpu": 128, "cuda": 8192}
 # Two transformers that are timed: layers, width, tokens of a sequence.
-_LAYERS, _WIDTH, _SEQUENCE = (1, 4), 512, 128
+_LAYERS = (1, 4)
+_WIDTH = 512
+_SEQUENCE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +228,9 @@ def step_work(param: Tensor) -> Calls:
 
 def _local_work(param: Tensor) -> Calls:
     """Returns the work of a local step, and of an exchange of two ranks in 4 bits."""
-    layout, local, bits = _layout_of([param]), LocalSteps(2, {}), LOCAL_BITS
+    layout = _layout_of([param])
+    local = LocalSteps(2, {})
+    bits = LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)
     step = partial(local.step, layout, context, Period())
@@ -268,7 +276,9 @@ def vote_work(
     The votes that it counts are those of this rank, once for every rank. Without `kernels`, a GPU
     takes the form of torch operations.
     """
-    rule, context, layout = Majority("alternate"), _context(bits), _layout_of(params)
+    rule = Majority("alternate")
+    context = _context(bits)
+    layout = _layout_of(params)
     for n in ranks:
         warm_up(layout, context.options, n)
     steps: list[form.TorchVote | KernelVote] = []

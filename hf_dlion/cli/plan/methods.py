@@ -29,7 +29,9 @@ from hf_dlion.steps.local import MOMENTA_FROM, vote_every_for
 FORWARD_SHARE = 1 / 3
 # DDP: the first bucket closes at 1 MiB, the others at `bucket_cap_mb`.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-NONE, ALONE, DLION = "AdamW without network", "AdamW on one node", "DistributedLion"
+NONE = "AdamW without network"
+ALONE = "AdamW on one node"
+DLION = "DistributedLion"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 LOCAL_SGD = "LocalSGD"
 NODE = f'{DLION}, local_group="node"'
@@ -170,7 +172,9 @@ class _Clock:
 
 def predict(case: Case) -> dict[str, Prediction]:
     """Returns the prediction of each method; the first is a step without communication."""
-    sharded, size, voters = case.shard > 1, case.dtype.itemsize, case
+    sharded = case.shard > 1
+    size = case.dtype.itemsize
+    voters = case
     if sharded:
         # Each rank exchanges its part of the model with the ranks that hold the same part.
         voters = replace(case.between_nodes(), work=case.work.shard(case.shard))
@@ -198,10 +202,16 @@ def predict(case: Case) -> dict[str, Prediction]:
     if not sharded:
         add(POWER, _power_sgd(case, copies_s), 4 + buckets)  # It also keeps an error.
     add(DLION, _votes(voters, case.ranks, 1), 2)
-    name, vote, share, kept = DLION, voters, 1, 0
+    name = DLION
+    vote = voters
+    share = 1
+    kept = 0
     if case.per_node > 1 and not sharded:
         # DDP's buckets carry the gradients inside the node, and each rank exchanges its share.
-        name, vote, share, kept = NODE, case.between_nodes(), case.per_node, buckets
+        name = NODE
+        vote = case.between_nodes()
+        share = case.per_node
+        kept = buckets
         add(name, _votes(vote, case.ranks, 1, share=share, inside_s=inside_s), 2 + kept)
     local_steps = partial(_local_steps, ranks=case.ranks, share=share, inside_s=inside_s)
     every, _ = local_steps(vote, momenta=case.averages_momenta)
@@ -221,10 +231,14 @@ def _all_reduce(case: Case, on_wire: int, copies_s: float) -> Cost:
     `on_wire` is the size of an element on the wire, 0 without network. Half of DDP's copies is done
     as gradients become ready.
     """
-    size, numels, compute_s = case.dtype.itemsize, case.work.numels, case.machine.compute_s
+    size = case.dtype.itemsize
+    numels = case.work.numels
+    compute_s = case.machine.compute_s
     if on_wire not in (0, size):
         copies_s += case.work_s("cast")
-    clock, arrival, total = _Clock(), 0.0, sum(numels)
+    clock = _Clock()
+    arrival = 0.0
+    total = sum(numels)
     forward_s = FORWARD_SHARE * compute_s
     backward_s = compute_s - forward_s + copies_s / 2
     clock.work("compute", forward_s)
@@ -287,7 +301,9 @@ def _votes(
     `ranks` is the number of all ranks, which exchange headers, and `share` the ranks of a node that
     split each message. `inside_s` is time in addition to forward and backward before the exchange.
     """
-    clock, n, link = _Clock(), case.ranks, case.link
+    clock = _Clock()
+    n = case.ranks
+    link = case.link
     encode_s, move_s = case.machine.each_s[f"encode {bits}"], case.machine.each_s["move"]
     count_s = case.machine.count_s(bits, n)
     clock.work("compute", case.machine.compute_s + inside_s)
@@ -302,7 +318,9 @@ def _votes(
         size = partial(wire_bytes, ranks=n, rows=rows, bits=bits, planes=planes)
         gather, two_phase = size("gather", words=mine), size("two_phase", words=mine)
         if gather <= two_phase:
-            counted, verdict, arrival = mine, 0, clock.send(gather, case.gather_s(gather))
+            counted = mine
+            verdict = 0
+            arrival = clock.send(gather, case.gather_s(gather))
         else:
             counted, active = -(-mine // n), size("gather", words=0)
             verdict = 8 * (n - 1) * counted * planes
