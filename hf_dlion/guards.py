@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
+from hf_dlion.core.fingerprint import fingerprints
 from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options
 from hf_dlion.params import Params
@@ -25,7 +26,6 @@ from hf_dlion.ranks.compare import (
     COPIED_MOMENTA,
     all_ranks_have,
     compare_parameters,
-    fingerprints,
 )
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import SAME_IN_NODE, Topology

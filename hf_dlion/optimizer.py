@@ -290,7 +290,7 @@ class DistributedLion(torch.optim.Optimizer):
                 context = self._context(local.exchanges + 1)
                 number = local.exchange(layout, agreed, context, ranks)
                 self._run_periodic_tasks(number, layout)
-        except BaseException as error:
+        except Exception as error:
             warn_deferred(error)
             raise
         finally:
@@ -390,7 +390,7 @@ class DistributedLion(torch.optim.Optimizer):
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)
             self._take(report, layout, agreed)
-        except BaseException as error:
+        except Exception as error:
             warn_deferred(error)
             raise
         finally:

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
+from hf_dlion.core.fingerprint import fingerprints
 from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import numbered
-from hf_dlion.ranks.compare import fingerprints
 from hf_dlion.ranks.wire import digest
 from hf_dlion.state_dict import loaded_state
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_dlion.core.context import StepContext
+from hf_dlion.core.fingerprint import fingerprints
 from hf_dlion.core.layout import Layout, Message, Piece
 from hf_dlion.core.lion import move_from_anchor
 from hf_dlion.core.quantized_mean import Mean, Scale
 from hf_dlion.core.slot import Field, Slot
 from hf_dlion.gpu import form
-from hf_dlion.ranks.compare import CHANGED_PARAMETERS, compare_parameters, fingerprints
+from hf_dlion.ranks.compare import CHANGED_PARAMETERS, compare_parameters
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.routes import run_as_pipeline
 from hf_dlion.ranks.stats import SAMPLE, WireStats

@@ -7,12 +7,12 @@ from dataclasses import replace
 from operator import attrgetter
 
 from hf_dlion.core.context import StepContext
+from hf_dlion.core.fingerprint import fingerprints
 from hf_dlion.core.idle_rows import AGE, survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.lion import plain_lion
 from hf_dlion.core.slot import Slot
 from hf_dlion.ranks.agreement import Agreed
-from hf_dlion.ranks.compare import fingerprints
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.means import average_whole, set_means

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_dlion.ranks.compare import ROW_WORDS, compare_parameters, fingerprints
+from hf_dlion.ranks.compare import compare_parameters
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire, digest
@@ -89,42 +89,6 @@ def test_shards_are_compared_with_the_same_shards(rank: int) -> None:
         own["part"] += 10
     with pytest.raises(Disagreement, match=r"first in 'part': rank 3 from rank 1 \(no majority\)"):
         compare(own, wire_of(), same_parts)
-
-
-# The hash.
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-def by_definition(tensor: Tensor) -> int:
-    """Returns the hash of the docstring's formula, in Python integers."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    data += bytes(-len(data) % 4)
-    words = [int.from_bytes(data[k : k + 4], "little", signed=True) for k in range(0, len(data), 4)]
-    total = 0
-    for k, word in enumerate(words):
-        total += weight(1, k % ROW_WORDS) * weight(2, k // ROW_WORDS) * word
-    total %= 2**64
-    return total - 2**64 * (total >> 63)
-
-
-def weight(stream: int, index: int) -> int:
-    z = ((index + 1 + (stream << 32)) * 0x9E3779B97F4A7C15) % 2**64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    return (z ^ (z >> 31)) | 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", [0, 1, 3, 63, ROW_WORDS - 1, ROW_WORDS + 1, 2 * ROW_WORDS + 1])
-def test_the_hash_is_the_documented_one(length: int, dtype: torch.dtype) -> None:
-    tensor = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
-    assert fingerprints([tensor, tensor.clone()]) == [by_definition(tensor)] * 2
-
-
-def test_a_part_that_begins_inside_a_word_hashes_like_its_copy() -> None:
-    whole = torch.randn(9).bfloat16()
-    assert fingerprints([whole[1:5]]) == fingerprints([whole[1:5].clone()])
 
 
 def test_digests_of_plain_values_differ_and_fit_64_bits() -> None:
