@@ -60,7 +60,8 @@ class WrapperState:
         self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
         self.buckets_checked, self.calls = False, 0
-        self._has_buckets = True
+        # What the wrapper's reducer was made of, while it has no buckets.
+        self._without_buckets: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[type["WrapperState"], tuple[()]]:
         return WrapperState, ()
@@ -121,20 +122,28 @@ class WrapperState:
         ddp = self.ddp()
         if ddp is None or ddp.static_graph or ddp.mixed_precision is not None:
             return
-        needed = not isinstance(ddp.require_backward_grad_sync, _Off)
-        if needed == self._has_buckets:
-            return
-        self._has_buckets = needed
         untyped: Any = ddp
-        if needed:
+        frees = isinstance(ddp.require_backward_grad_sync, _Off)
+        if frees and self._without_buckets is None:
             # As in `DistributedDataParallel.__setstate__`.
             params, are_sparse = untyped._build_params_for_reducer()
             names = untyped._build_debug_param_to_name_mapping(params)
-            untyped._ddp_init_helper(params, are_sparse, names, False)
-            _register_hook(ddp, self)
-        else:
-            no_model = nn.Parameter(torch.zeros(1, device=next(ddp.parameters()).device))
+            no_model = nn.Parameter(torch.zeros(1, device=params[0].device))
             untyped._ddp_init_helper([no_model], [False], {}, False)
+            _register_hook(ddp, self)
+            self._without_buckets = params, are_sparse, names
+        elif not frees and self._without_buckets is not None:
+            params = self._without_buckets[0]
+            frozen = [param for param in params if not param.requires_grad]
+            for param in frozen:  # A reducer takes trainable ones, which may be frozen later.
+                param.requires_grad_(True)
+            try:
+                untyped._ddp_init_helper(*self._without_buckets, False)
+            finally:
+                for param in frozen:
+                    param.requires_grad_(False)
+            _register_hook(ddp, self)
+            self._without_buckets = None
 
 
 class _Off:
@@ -413,10 +422,16 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             continue
         if optimizer in owners and ddp._join_config.enable:
             _refuse_join(ddp)  # The hook isn't called if DDP's synchronization is off.
+        attached = set(_trainable(ddp))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        # A loop may have set it, as some do for accumulation, so no forward asked `_Off`.
+        synchronizes: Any = ddp.require_backward_grad_sync
+        if not isinstance(synchronizes, _Off) and not attached.isdisjoint(params):
+            state.refuse_lost_owners()
         if not owners or owners == [optimizer]:
             continue
-        owner_of, attached = _owner_of(owners), set(_trainable(ddp))
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        owner_of = _owner_of(owners)
+        for param in params:
             if param in attached and owner_of.get(param) is not optimizer:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} would step gradients that DDP did not average, "

@@ -86,6 +86,11 @@ class Guards:
             self._comparisons = number
             self.momenta_equal = self._compared_gradients = False
 
+    def note_step(self) -> None:
+        """Notes which gradients the step takes; one that failed may be taken again."""
+        for wrapper, state in ddp.hook_states(self._owner).items():
+            self._hook_calls[wrapper] = state.calls
+
     def note_load(self, *, own_momenta: bool = False) -> None:
         """Notes a load; momenta of `load_momentum` are each rank's own, so they aren't compared."""
         self.abstentions.forget()
@@ -187,7 +192,6 @@ class Guards:
         present = {slot.param for slot in layout.slots if slot.grad is not None}
         for wrapper, state in ddp.hook_states(self._owner).items():
             before = self._hook_calls.get(wrapper, 0)
-            self._hook_calls[wrapper] = state.calls
             if state.calls == before and not present.isdisjoint(state.averaged):
                 named = self._params.named()
                 without = [n for n, p in named if p in state.averaged and p not in present]

@@ -413,6 +413,7 @@ class DistributedLion(torch.optim.Optimizer):
         # The first step that is counted needs a gradient, which tells what is trained.
         is_local = self.options.vote_every > 1 and (have_gradients or self.steps > 0)
         self.guards.note_comparisons(self.peers.comparisons)
+        self.guards.note_step()
         if ranks is not None and have_gradients and report.has_header:
             self.guards.compare_after_changes(layout, ranks)
         if ranks is not None and is_local and self.peers.voter_count > 1:

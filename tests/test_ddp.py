@@ -344,6 +344,40 @@ def test_an_attached_wrapper_keeps_no_copy_of_the_gradients(rank: int, case: str
         assert averages(ddp, rank)
 
 
+@pytest.mark.parametrize("frozen", ["some", "all"])
+@on_ranks(2)
+def test_what_was_frozen_at_detach_is_averaged_again(rank: int, frozen: str) -> None:
+    """As in training by stages, or of a GAN."""
+    ddp, owner = owned(find_unused_parameters=True)
+    part = ddp.module.first if frozen == "some" else ddp
+    part.requires_grad_(False)
+    detach(owner)
+    assert not any(param.requires_grad for param in part.parameters())
+    part.requires_grad_(True)
+    assert averages(ddp, rank)
+    attach(ddp, owner)
+    assert is_local(ddp, rank)
+
+
+@on_ranks(2, timeout=30)
+def test_a_dropped_owner_is_missed_in_a_loop_that_sets_the_synchronization(rank: int) -> None:
+    ddp, owner = owned()
+    ddp.require_backward_grad_sync = True  # As loops that accumulate by themselves do.
+    assert is_local(ddp, rank)
+    assert error_of(owner.step) == ""
+    del owner
+    gc.collect()
+    other = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    backward(ddp, rank)
+    assert "a DistributedLion that was attached to the DDP wrapper is gone" in error_of(other.step)
+
+
+@on_ranks(2)
+def test_an_attached_wrapper_refuses_another_hook(rank: int) -> None:
+    ddp, _owner = owned()
+    assert "can only be called once" in error_of(ddp.register_comm_hook, None, allreduce_hook)
+
+
 def copied(ddp: nn.Module, how: str) -> nn.Module:
     if how == "pickle":
         return pickle.loads(pickle.dumps(ddp))

@@ -210,7 +210,8 @@ def find_file(at: Position, folder: Path, name: str, caller: Caller) -> Path:
     counts = sorted({count for _, count in files})
     if not counts:
         raise CheckpointError(
-            f"{folder} holds no {file_name(name, rank, world_size)}: momenta were not saved. "
+            f"{folder} holds no {file_name(name, rank, world_size)}: momenta were not saved, or "
+            f"the save was interrupted (then load an earlier one). "
             f"{_NO_MOMENTA[caller]}"
         )
     if world_size not in counts and len(counts) > 1:
