@@ -255,7 +255,7 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> Non
     with mock.patch("torch.save", side_effect=KeyboardInterrupt("stop")):
         error = error_of(loop.accelerator.save_state, tmp_path)
     assert "KeyboardInterrupt: stop" in error
-    remedy = "momenta were not saved. Call hf_dlion.accelerate.attach before accelerator.save"
+    remedy = "earlier one). Call hf_dlion.accelerate.attach before accelerator.save"
     assert remedy in error_of(loop.accelerator.load_state, str(tmp_path))
     loop.accelerator.save_state(tmp_path)
     loop.train(1)

@@ -48,6 +48,7 @@ from tests.support.training import (
 )
 
 multiproc = pytest.mark.multiproc
+NOT_SAVED = "momenta were not saved, or the save was interrupted (then load an earlier one)"
 
 
 class Gated(nn.Linear):
@@ -787,7 +788,7 @@ def test_a_folder_without_momenta_is_refused(tmp_path: Path) -> None:
     lion, name = Run(0).lion, file_of("", 0, 1)
     for folder, text in (
         (tmp_path / "new", f"there is no folder {tmp_path}/new: check the path"),
-        (tmp_path, f"{name}: momenta were not saved, or the save was interrupted (then load an earlier one). Call hf_dlion.save_momentum on every rank"),
+        (tmp_path, f"{name}: {NOT_SAVED}. Call hf_dlion.save_momentum on every rank"),
     ):
         with pytest.raises(CheckpointError, match=re.escape(text)):
             load_momentum(lion, folder)

@@ -131,7 +131,7 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_every_rank(rank: int, h
     ("step", "remedy"),
     [
         (STEPS, "step 8, .* step 4. The folder mixes two saves: resume from another checkpoint"),
-        (None, "momenta were not saved. Resume from another checkpoint, or load this one's model"),
+        (None, r"earlier one\). Resume from another checkpoint, or load this one's model"),
     ],
 )
 @on_ranks(2)
