@@ -65,7 +65,9 @@ class Peers:
         self.ranks: Topology | None = None
         self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
-        self._loads = self._attaches = 0
+        self._attaches = 0
+        # Since the ranks last agreed, so loads can be repeated until all ranks have had one.
+        self._has_loaded = False
         # A function has another text in every process.
         self._option_texts = {
             field.name: str(value)
@@ -211,6 +213,7 @@ class Peers:
         agreed = self._meetings.agree(
             report, steps, values, known.signatures, self._params.common_parts
         )
+        self._has_loaded = False
         if not ranks.is_formed:
             ranks.form()  # A collective, which needs the options that were compared.
         if report.kind is Kind.STEP and ranks.voters is not ranks.everyone:
@@ -223,7 +226,7 @@ class Peers:
         # If only some ranks loaded, all raise here, before they would compare momenta.
         equal: dict[str, object] = {
             **self._option_texts,
-            "calls of load_state_dict": self._loads,
+            "calls of load_state_dict": int(self._has_loaded),
             "calls of attach and detach": self._attaches,
         }
         if self._options.vote_every > 1:
@@ -250,6 +253,6 @@ class Peers:
 
         The model may have been loaded on some ranks only, or hold this rank's own weights.
         """
-        self._loads += 1
+        self._has_loaded = True
         if self._meetings is not None:
             self._meetings.compare_again()

@@ -436,3 +436,21 @@ def test_copies_of_two_optimizers_share_a_wrapper(rank: int) -> None:
     for optimizer in copied[1:]:
         optimizer.step()
         optimizer.detach()
+
+
+@pytest.mark.parametrize("again", ["both", "one"])
+@on_ranks(2)
+def test_a_load_that_failed_on_one_rank_can_be_repeated(rank: int, again: str) -> None:
+    """As after a checkpoint that rank 1 couldn't read: all load another, or it reads again."""
+    model, optimizer = plain()
+    take_step(optimizer, model, batch(0, rank))
+    saved = copy.deepcopy(optimizer.state_dict())
+    if rank == 0:
+        optimizer.load_state_dict(saved)
+    assert "first in 'calls of load_state_dict': rank 0: 1, rank 1: 0" in error_of(
+        optimizer.synchronize_momentum
+    )
+    if again == "both" or rank == 1:
+        optimizer.load_state_dict(saved)
+    optimizer.synchronize_momentum()
+    assert is_equal_everywhere(optimizer.state[model[0].weight]["exp_avg"])
