@@ -220,6 +220,20 @@ def test_another_wrapper_is_checked_like_the_first(rank: int) -> None:
     optimizer.detach()
 
 
+@on_ranks(2)
+def test_a_step_that_failed_can_be_taken_again(rank: int) -> None:
+    ddp, optimizer = attached(local_group=2)
+    take_step(optimizer, ddp, batch(0, rank))
+    backward(ddp, batch(1, rank))
+    for group in optimizer.param_groups:
+        group["lr"] *= 1 + rank
+    assert "first in 'group 0 lr'" in error_of(optimizer.step)
+    for group in optimizer.param_groups:
+        group["lr"] /= 1 + rank
+    optimizer.step()
+    assert optimizer.steps == 2
+
+
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("how", ["the model", "no_sync", "an unused parameter"])
 @on_ranks(2)
