@@ -60,8 +60,8 @@ class WrapperState:
         self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
         self.buckets_checked, self.calls = False, 0
-        # What the wrapper's reducer was made of, while it has no buckets.
-        self._without_buckets: tuple[Any, ...] | None = None
+        # What the wrapper's reducer had in its buckets, while they are freed.
+        self._reduced: set[Tensor] = set()
 
     def __reduce__(self) -> tuple[type["WrapperState"], tuple[()]]:
         return WrapperState, ()
@@ -70,6 +70,11 @@ class WrapperState:
     def owners(self) -> list[Owner]:
         """The attached optimizers, the latest last."""
         return [owner for ref in self._owners if (owner := ref()) is not None]
+
+    @property
+    def has_freed_buckets(self) -> bool:
+        """Whether the wrapper's reducer has nothing to average, so it calls no hook."""
+        return bool(self._reduced)
 
     def refuse_lost_owners(self) -> None:
         """Raises RuntimeError if an owner was dropped without `detach`."""
@@ -83,16 +88,22 @@ class WrapperState:
 
     def set_owners(self, owners: list[Owner]) -> None:
         """Replaces the owners."""
-        self._owners = [weakref.ref(owner) for owner in owners]
-        self.set_synchronization()
-        self._fit_buckets()
+        self._set([weakref.ref(owner) for owner in owners])
 
     def remove(self, owner: Owner) -> None:
         """Removes an owner. References to dropped ones stay, so they are still missed."""
-        self._owners = [ref for ref in self._owners if ref() is not owner]
+        self._set([ref for ref in self._owners if ref() is not owner])
         self.buckets_checked = False
-        self.set_synchronization()
-        self._fit_buckets()
+
+    def _set(self, owners: list[weakref.ref[Owner]]) -> None:
+        before, self._owners = self._owners, owners
+        try:
+            self.set_synchronization()
+            self._fit_buckets()
+        except Exception:  # Such as too little memory for buckets: the call can be repeated.
+            self._owners = before
+            self.set_synchronization()
+            raise
 
     def set_synchronization(self) -> None:
         """Turns off DDP's synchronization, as `no_sync()` does, if gradients stay on their rank.
@@ -112,6 +123,7 @@ class WrapperState:
         ddp.require_backward_grad_sync = cast(bool, _Off(self)) if local else True
         ddp.require_forward_param_sync = not local
 
+    @torch.inference_mode(False)  # Buckets serve later backwards, too.
     def _fit_buckets(self) -> None:
         """Frees DDP's buckets if gradients stay on their rank, or makes them again.
 
@@ -122,28 +134,27 @@ class WrapperState:
         ddp = self.ddp()
         if ddp is None or ddp.static_graph or ddp.mixed_precision is not None:
             return
-        untyped: Any = ddp
         frees = isinstance(ddp.require_backward_grad_sync, _Off)
-        if frees and self._without_buckets is None:
-            # As in `DistributedDataParallel.__setstate__`.
-            params, are_sparse = untyped._build_params_for_reducer()
-            names = untyped._build_debug_param_to_name_mapping(params)
-            no_model = nn.Parameter(torch.zeros(1, device=params[0].device))
-            untyped._ddp_init_helper([no_model], [False], {}, False)
-            _register_hook(ddp, self)
-            self._without_buckets = params, are_sparse, names
-        elif not frees and self._without_buckets is not None:
-            params = self._without_buckets[0]
-            frozen = [param for param in params if not param.requires_grad]
-            for param in frozen:  # A reducer takes trainable ones, which may be frozen later.
-                param.requires_grad_(True)
+        if frees and not self._reduced:
+            buckets = ddp.reducer._get_zeros_like_grad_buckets()
+            reduced = {param for bucket in buckets for param in bucket.parameters()}
+            nothing = nn.Parameter(torch.zeros(1, device=next(iter(reduced)).device))
+            _make_reducer(ddp, self, [nothing], [False], {})
+            self._reduced = reduced
+        elif not frees and self._reduced:
+            # DDP takes what is trainable, but these may be frozen now, and others unfrozen.
+            flags = {param: param.requires_grad for param in ddp.module.parameters()}
             try:
-                untyped._ddp_init_helper(*self._without_buckets, False)
+                for param in flags:
+                    param.requires_grad_(param in self._reduced)
+                untyped: Any = ddp
+                params, are_sparse = untyped._build_params_for_reducer()
+                names = untyped._build_debug_param_to_name_mapping(params)
+                _make_reducer(ddp, self, params, are_sparse, names)
             finally:
-                for param in frozen:
-                    param.requires_grad_(False)
-            _register_hook(ddp, self)
-            self._without_buckets = None
+                for param, flag in flags.items():
+                    param.requires_grad_(flag)
+            self._reduced = set()
 
 
 class _Off:
@@ -320,6 +331,19 @@ def _register(ddp: DistributedDataParallel) -> WrapperState:
     return state
 
 
+def _make_reducer(
+    ddp: DistributedDataParallel,
+    state: WrapperState,
+    params: list[nn.Parameter],
+    are_sparse: list[bool],
+    names: dict[int, str],
+) -> None:
+    """Gives a wrapper a new reducer, as its `__setstate__` does, with the hook."""
+    untyped: Any = ddp
+    untyped._ddp_init_helper(params, are_sparse, names, False)
+    _register_hook(ddp, state)
+
+
 def _register_hook(ddp: DistributedDataParallel, state: WrapperState) -> None:
     # The wrapper lists our hook if it is a copy or had another reducer, but this one has none.
     ddp._comm_hooks.clear()
@@ -426,7 +450,8 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # A loop may have set it, as some do for accumulation, so no forward asked `_Off`.
         synchronizes: Any = ddp.require_backward_grad_sync
-        if not isinstance(synchronizes, _Off) and not attached.isdisjoint(params):
+        is_overwritten = state.has_freed_buckets and not isinstance(synchronizes, _Off)
+        if is_overwritten and not attached.isdisjoint(params):
             state.refuse_lost_owners()
         if not owners or owners == [optimizer]:
             continue

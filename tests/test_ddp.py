@@ -8,6 +8,7 @@ import gc
 import pickle
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -351,12 +352,20 @@ def test_what_was_frozen_at_detach_is_averaged_again(rank: int, frozen: str) -> 
     ddp, owner = owned(find_unused_parameters=True)
     part = ddp.module.first if frozen == "some" else ddp
     part.requires_grad_(False)
-    detach(owner)
+    with torch.inference_mode():
+        detach(owner)
     assert not any(param.requires_grad for param in part.parameters())
     part.requires_grad_(True)
     assert averages(ddp, rank)
+    part.requires_grad_(frozen == "all")  # Also what is frozen at the attach.
     attach(ddp, owner)
     assert is_local(ddp, rank)
+    with mock.patch("hf_dlion.ddp._make_reducer", side_effect=torch.OutOfMemoryError("no memory")):
+        assert "no memory" in error_of(detach, owner)
+    assert is_local(ddp, rank)
+    detach(owner)
+    part.requires_grad_(True)
+    assert averages(ddp, rank)
 
 
 @on_ranks(2, timeout=30)
