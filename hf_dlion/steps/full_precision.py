@@ -16,6 +16,7 @@ from hf_dlion.ranks.agreement import Agreed
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import digest
 from hf_dlion.steps.means import average_whole, set_means
+from hf_dlion.user_warning import defer_warning
 
 
 def step_in_full_precision(
@@ -41,6 +42,11 @@ def step_in_full_precision(
             if slot.grad is not None and not slot.grad.isfinite().all():
                 slot.grad = slot.momentum = None
                 slot.moves = False
+                if ranks.everyone.rank == 0:
+                    defer_warning(
+                        f"the gradients of {slot.name!r} are finite, but not their sum over the "
+                        f"ranks, so the step leaves it as it is"
+                    )
     # Rows of the mean and one random stream, so momenta stay equal on all voters.
     context = replace(context, voter=0)
     context.age_rows(slots)

@@ -71,7 +71,7 @@ def workload(model: str, trainable: int | None = None) -> Workload:
                 f"{model}"
             )
         shapes = adapter_shapes(trainable, found.parameters)
-        note = f"{len(shapes)} tensors, adapters of rank {min(shapes[0])} on all matrices"
+        note = f"{len(shapes)} tensors, adapters of low rank"
         return replace(found, shapes=shapes, note=note)
     if count is None:
         return found
