@@ -72,13 +72,22 @@ class WrapperState:
         return [owner for ref in self._owners if (owner := ref()) is not None]
 
     @property
-    def has_freed_buckets(self) -> bool:
-        """Whether the wrapper's reducer has nothing to average, so it calls no hook."""
-        return bool(self._reduced)
+    def has_lost_owner(self) -> bool:
+        """Whether an owner was dropped without `detach`."""
+        return len(self.owners) < len(self._owners)
+
+    def misses_owner(self) -> bool:
+        """Returns whether an owner is lost, and neither a forward nor the hook finds that out.
+
+        Without buckets no hook is called, and no forward asks `_Off` in a loop that sets
+        `require_backward_grad_sync`, as some do for accumulation.
+        """
+        synchronizes: Any = None if (ddp := self.ddp()) is None else ddp.require_backward_grad_sync
+        return self.has_lost_owner and bool(self._reduced) and not isinstance(synchronizes, _Off)
 
     def refuse_lost_owners(self) -> None:
         """Raises RuntimeError if an owner was dropped without `detach`."""
-        if len(self.owners) < len(self._owners):
+        if self.has_lost_owner:
             raise RuntimeError(
                 "a DistributedLion that was attached to the DDP wrapper is gone, so nothing would "
                 "use the gradients of its parameters: keep it, or call its detach() on every rank "
@@ -446,18 +455,14 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             continue
         if optimizer in owners and ddp._join_config.enable:
             _refuse_join(ddp)  # The hook isn't called if DDP's synchronization is off.
-        attached = set(_trainable(ddp))
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        # A loop may have set it, as some do for accumulation, so no forward asked `_Off`.
-        synchronizes: Any = ddp.require_backward_grad_sync
-        is_overwritten = state.has_freed_buckets and not isinstance(synchronizes, _Off)
-        if is_overwritten and not attached.isdisjoint(params):
-            state.refuse_lost_owners()
-        if not owners or owners == [optimizer]:
+        misses_owner = state.misses_owner()
+        if not misses_owner and (not owners or owners == [optimizer]):
             continue
-        owner_of = _owner_of(owners)
-        for param in params:
-            if param in attached and owner_of.get(param) is not optimizer:
+        owner_of, attached = _owner_of(owners), set(_trainable(ddp))
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if misses_owner and param in attached:
+                state.refuse_lost_owners()
+            if owners and param in attached and owner_of.get(param) is not optimizer:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} would step gradients that DDP did not average, "
                     "because another optimizer is attached to the wrapper of its parameters: "

@@ -454,3 +454,6 @@ def test_a_load_that_failed_on_one_rank_can_be_repeated(rank: int, again: str) -
         optimizer.load_state_dict(saved)
     optimizer.synchronize_momentum()
     assert is_equal_everywhere(optimizer.state[model[0].weight]["exp_avg"])
+    if rank == 1:  # And a later load on one rank is found.
+        optimizer.load_state_dict(saved)
+    assert "rank 0: 0, rank 1: 1" in error_of(optimizer.synchronize_momentum)
