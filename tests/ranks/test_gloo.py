@@ -103,6 +103,7 @@ def test_if_gloo_fails_on_a_rank_all_go_on_without_it(rank: int, failing: list[i
     def fails(own: Wire) -> dist.ProcessGroup:
         tries.append(own)
         group = create(own)
+        dist.barrier()  # Or another rank, which still connects, would lose this one.
         if rank in failing:
             dist.destroy_process_group(group)
             raise RuntimeError("Gloo connectFullMesh failed")
