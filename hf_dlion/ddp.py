@@ -351,6 +351,9 @@ def _make_reducer(
     untyped: Any = ddp
     untyped._ddp_init_helper(params, are_sparse, names, False)
     _register_hook(ddp, state)
+    # Accelerate's regional compilation trains a copy of the wrapper, which keeps the original.
+    if isinstance(original := vars(ddp).get("_orig_mod"), DistributedDataParallel):
+        original.reducer, original.logger = ddp.reducer, ddp.logger
 
 
 def _register_hook(ddp: DistributedDataParallel, state: WrapperState) -> None:

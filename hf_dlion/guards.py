@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
@@ -52,7 +53,9 @@ class _SaveWatch:
             )
 
     def __reduce__(self) -> Any:
-        return getattr, ("", "format")  # Does nothing, and a saved model needs no hf_dlion.
+        # A copy is `"".format`, which takes any arguments and does nothing, so a saved model loads
+        # without hf_dlion.
+        return getattr, ("", "format")
 
 
 class Guards:
@@ -118,13 +121,12 @@ class Guards:
         if report.has_header:  # Otherwise, the other ranks wouldn't raise.
             self.abstentions.check(ranks)
 
-    def check_wrapper(self, model: nn.Module) -> None:
+    def check_wrapper(self, wrapper: DistributedDataParallel | None) -> None:
         """Refuses a wrapper that was made within a period of local steps.
 
         Raises:
             RuntimeError: If it isn't the attached one, since DDP copied rank 0's own weights.
         """
-        wrapper = ddp.wrapper_in(model)
         if wrapper is not None and wrapper not in ddp.hook_states(self._owner):
             raise RuntimeError(
                 "attach() got another DDP wrapper between two exchanges of local steps. If it was "
@@ -133,9 +135,11 @@ class Guards:
                 "go on with the weights of the last exchange"
             )
 
-    def warn_about_waits(self, model: nn.Module, ranks: Topology | None) -> None:
+    def warn_about_waits(
+        self, wrapper: DistributedDataParallel | None, ranks: Topology | None
+    ) -> None:
         """Warns on rank 0 if DDP lets nodes wait for one another in every local step."""
-        wrapper, every = ddp.wrapper_in(model), self._options.vote_every
+        every = self._options.vote_every
         if ranks is None or ranks.node is None or ranks.everyone.rank or wrapper is None:
             return
         if ranks.voters.world_size > 1 and every > 1 and ddp.asks_who_uses_parameters(wrapper):

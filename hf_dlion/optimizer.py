@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hf_dlion.ddp as ddp
 import hf_dlion.fsdp as fsdp
 from hf_dlion.core.context import StepContext
-from hf_dlion.core.flat import check_param
+from hf_dlion.core.flat import check_param, unscale
 from hf_dlion.core.layout import Layout, Scratch
 from hf_dlion.gpu.form import plain_lion
 from hf_dlion.gpu.warm_up import warm_up
@@ -176,9 +176,8 @@ class DistributedLion(torch.optim.Optimizer):
     ) -> None:
         """Sets the state of this process, which isn't copied with an optimizer."""
         self.options, self.process_group = options, process_group
-        self.params = Params(self, options, replicate)
-        # It fills `local_states`, and `Params` fits them to the layout.
-        self.local = LocalSteps(options.vote_every, self.params.local_states)
+        self.local = LocalSteps(options.vote_every)
+        self.params = Params(self, options, replicate, self.local.states)
         self.peers = Peers(self.params, self.local, options, process_group, replicate)
         self.wire = self.peers.stats
         self.guards = Guards(self, self.params, options, self.wire)
@@ -218,21 +217,22 @@ class DistributedLion(torch.optim.Optimizer):
         if self.options.local_group is not None and self.peers.world_size > 1:
             self.peers.topology().form()  # A collective, so it comes before checks that may raise.
         fsdp.reshard([model])  # A forward leaves gathered parameters, which are other objects.
-        wrapper = ddp.wrapper_in(model)
-        self.params.name_as(model if wrapper is None else wrapper.module)
-        if (sharded := fsdp.sharded_model(model)) is not None:
+        wrapper, sharded = ddp.wrapper_in(model), fsdp.sharded_model(model)
+        inner = model if wrapper is None else wrapper.module
+        self.params.name_as(inner)
+        if sharded is not None:
             ddp.refuse_unowned(sharded, self)
             if sharded not in self.params.fsdp_models:
                 self.params.fsdp_models.append(sharded)
         else:
             if self.local.states and not self.local.shows_anchors():
-                self.guards.check_wrapper(model)
+                self.guards.check_wrapper(wrapper)
             ddp.attach(model, self)
-        self.guards.watch_saves(model if wrapper is None else wrapper.module, self.local)
+        self.guards.watch_saves(inner, self.local)
         self.params.forget_layout()
         self.peers.note_attach()
         # Last: a warning may be an error.
-        self.guards.warn_about_waits(model, self.peers.ranks)
+        self.guards.warn_about_waits(wrapper, self.peers.ranks)
         if sharded is None and self.peers.world_size == 1:
             warn_user(
                 TRAINS_ALONE + "Start all ranks with torchrun, on several nodes with --nnodes"
@@ -372,7 +372,7 @@ class DistributedLion(torch.optim.Optimizer):
         report, layout = Report(Kind.STEP), Layout()
         try:
             with self.peers.all_or_none(report):  # What fails in here waits for the header.
-                scaled = self.params.take_scale()
+                scale, found_inf = self.params.take_scale()
                 layout = self.params.fresh_layout()
                 # Before a closure can fail, so ranks meet anyway.
                 report.kind = self.local.next_kind(layout)
@@ -380,7 +380,7 @@ class DistributedLion(torch.optim.Optimizer):
                     with torch.enable_grad():
                         loss = closure()
                     layout = self.params.fresh_layout()
-                report.finite = self.params.collect(layout, *scaled)
+                report.finite = self.params.collect(layout, scale, found_inf)
                 report.present = [slot.grad is not None for slot in layout.slots]
                 self.guards.check(layout, report, self.peers.ranks)
                 report.period = self.local.period_with_step(
@@ -389,6 +389,7 @@ class DistributedLion(torch.optim.Optimizer):
                 self._warm_up(layout)
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)
+            unscale([slot.grad for slot in layout.slots if slot.grad is not None], scale)
             self._take(report, layout, agreed)
         except Exception as error:
             warn_deferred(error)
@@ -440,7 +441,7 @@ class DistributedLion(torch.optim.Optimizer):
     def _vote(self, layout: Layout, agreed: Agreed) -> int:
         """Moves by the verdict of all voters; returns the number of the step."""
         context, ranks = self._context(self.steps + 1), self.peers.ranks
-        layout.abstain(agreed.finite[context.voter], agreed.present[context.voter])
+        layout.drop_gradients(agreed.finite[context.voter], agreed.present[context.voter])
         for slot, count in zip(layout.slots, agreed.gradient_counts, strict=True):
             slot.moves = count > 0
         if ranks is None or self.peers.voter_count == 1:
@@ -578,7 +579,7 @@ class DistributedLion(torch.optim.Optimizer):
         that they have here. A period of local steps, the number of exchanges, and abstentions are
         forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
         and ages of rows, from its files. A state with the optimizer's own tensors, which
-        Accelerate's `prepare` loads, keeps ages and the period.
+        Accelerate's `prepare` loads, keeps ages, and within a period also the period.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -598,7 +599,8 @@ class DistributedLion(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
         self.params.forget_layout()
-        # Between two periods also after its own state, which it may have sent to the other ranks.
+        # Within a period, only this rank's own state is loaded. Between two periods it may have been
+        # sent to the other ranks, which forget the number of exchanges, so this rank does, too.
         if not (loading.is_own and self.local.states):
             self.local.reset()
         self.peers.note_load()

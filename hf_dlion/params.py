@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.core.flat import flat_gradient, flat_view, momentum_of, numbers, unscale
+from hf_dlion.core.flat import check_unscalable, flat_gradient, flat_view, momentum_of, numbers
 from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState, Slot
@@ -34,7 +34,6 @@ class Params:
 
     Attributes:
         fsdp_models: The attached FSDP2 models.
-        local_states: What a period of local steps keeps, by parameter.
     """
 
     def __init__(
@@ -42,14 +41,19 @@ class Params:
         optimizer: torch.optim.Optimizer,
         options: Options,
         replicate: dist.ProcessGroup | None,
+        local_states: dict[Tensor, LocalState],
     ) -> None:
-        """Begins without models; `replicate` is the group of ranks with the same FSDP2 shards."""
+        """Begins without models.
+
+        `replicate` is the group of ranks with the same FSDP2 shards. `local_states` has what a
+        period of local steps keeps, by parameter; one that leaves its group leaves it, too.
+        """
         self._optimizer: Any = weakref.proxy(optimizer)  # Not a cycle.
         self._options, self._replicate = options, replicate
         self._in_models: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._models, self._layout = 0, Layout()
+        self._local_states = local_states
         self.fsdp_models: list[nn.Module] = []
-        self.local_states: dict[Tensor, LocalState] = {}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -94,14 +98,13 @@ class Params:
             param: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, param in model.named_parameters()
         }
-        if all(p in self._in_models for p in names):
-            return
-        self._models += 1
-        others = {name for p, name in self._in_models.items() if p not in names}
-        if others & set(names.values()):
-            names = {p: f"model {self._models}: {name}" for p, name in names.items()}
-        self._in_models.update(names)
-        self.forget_layout()  # It has the old names.
+        if not all(p in self._in_models for p in names):
+            self._models += 1
+            others = {name for p, name in self._in_models.items() if p not in names}
+            if others & set(names.values()):
+                names = {p: f"model {self._models}: {name}" for p, name in names.items()}
+            self._in_models.update(names)
+            self.forget_layout()  # It has the old names.
         self.check_selections()
 
     def check_selections(self) -> None:
@@ -169,7 +172,7 @@ class Params:
         Raises:
             ValueError: If two parameters share memory.
         """
-        states = self.local_states
+        states = self._local_states
         fsdp.reshard(self.fsdp_models)
         trained = [
             (g, p)
@@ -207,7 +210,7 @@ class Params:
         _check_memory(slots)
         return Layout(key, slots)
 
-    def take_scale(self) -> tuple[Tensor | float | None, Tensor | None]:
+    def take_scale(self) -> tuple[float, bool]:
         """Returns what GradScaler left for this step, its scale and whether it found an Inf.
 
         A step that raises takes them, too: GradScaler multiplies a scale that it finds.
@@ -217,14 +220,13 @@ class Params:
         found_inf = getattr(optimizer, "found_inf", None)
         if scale is not None or found_inf is not None:
             optimizer.grad_scale, optimizer.found_inf = 1.0, None
-        return scale, found_inf
+        number = 1.0 if scale is None else float(scale)
+        return number, found_inf is not None and float(found_inf) > 0
 
-    def collect(
-        self, layout: Layout, scale: Tensor | float | None, found_inf: Tensor | None
-    ) -> bool:
+    def collect(self, layout: Layout, scale: float, found_inf: bool) -> bool:
         """Fills the layout with gradients and momenta; returns whether gradients are finite.
 
-        Unscales what GradScaler left scaled.
+        They stay scaled until all ranks agree, so a step that fails before can be taken again.
         """
         slots = layout.slots
         for slot in slots:
@@ -232,8 +234,9 @@ class Params:
             if p.grad is not None and p.requires_grad:
                 grad = fsdp.local_part(p.grad.detach())
                 slot.grad = flat_gradient(slot.name, grad, slot.part)
-        unscaled = unscale([slot.grad for slot in slots if slot.grad is not None], scale, found_inf)
-        is_finite = unscaled and survey(slots)  # No NaN, and no Inf.
+        if scale != 1:
+            check_unscalable([slot.grad for slot in slots if slot.grad is not None])
+        is_finite = not found_inf and survey(slots)  # No NaN, and no Inf.
         if self._only_creates_state(slots):
             # Without gradients no rank votes, and no step is counted.
             for slot in slots:
@@ -251,8 +254,9 @@ class Params:
         """
         if self.state or any([float(group["lr"]) for group in self.groups]):
             return False
-        grads = [slot.grad for slot in slots if slot.grad is not None]
-        return not any(numbers([grad.any() for grad in grads]))
+        grads = [slot.grad for slot in slots if slot.grad is not None and slot.size]
+        # A rank with empty shards only doesn't know; if the others create state, so does it.
+        return bool(grads) and not any(numbers([grad.any() for grad in grads]))
 
     def take_momentum(self, slot: Slot) -> None:
         """Gives a slot its momentum and the parameter's state."""
@@ -270,7 +274,7 @@ class Params:
         """
         parts = []
         for name, param in self.named():
-            state = self.local_states.get(param)
+            state = self._local_states.get(param)
             parts.append((name, fsdp.local_part(param.detach()) if state is None else state.anchor))
         return parts
 

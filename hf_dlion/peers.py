@@ -22,7 +22,7 @@ from hf_dlion.core.layout import Layout
 from hf_dlion.options import Options, hyperparameters
 from hf_dlion.params import Params
 from hf_dlion.ranks import lost_ranks
-from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report, drop_gradients
+from hf_dlion.ranks.agreement import FROZEN, HISTORY, Agreed, Meetings, Report, agree_on_gradients
 from hf_dlion.ranks.header import Disagreement, Kind
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
@@ -161,7 +161,7 @@ class Peers:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         In a local step, it returns what this rank has, and only the ranks of a node communicate.
-        With local steps, it drops gradients on which they abstain (`drop_gradients`).
+        With local steps, it drops gradients on which they abstain (`agree_on_gradients`).
         `layout` has the tensors of a step or an exchange. Bytes: see `Meetings.agree`, and with
         local steps `agree_in_node`.
 
@@ -175,7 +175,7 @@ class Peers:
             return Agreed([report.finite], [report.present])
         try:
             if self._options.vote_every > 1:
-                drop_gradients(report, layout, self.ranks.node)
+                agree_on_gradients(report, layout, self.ranks.node)
             if report.has_header:
                 return self._header(report, layout, self.ranks)
             if report.failure is not None:

@@ -453,13 +453,18 @@ def test_what_ddp_ignores_needs_no_owner_and_no_synchronization(rank: int) -> No
 
 @on_ranks(2)
 def test_a_wrapper_of_compiled_regions_is_attached_itself(rank: int) -> None:
-    """Attaches a wrapper with `_orig_mod`, which Accelerate's regional compilation makes."""
-    ddp = DistributedDataParallel(Model())
-    ddp.__dict__["_orig_mod"] = DistributedDataParallel(Model())
+    """Attaches a copy of a wrapper, as Accelerate's regional compilation makes it."""
+    original = DistributedDataParallel(Model())
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    vars(ddp).update(vars(original), _orig_mod=original)
     owner = Owner(ddp.parameters())
     attach(ddp, owner)
     assert list(hook_states(owner)) == [ddp]
+    assert original.reducer is ddp.reducer  # So the buckets of the first one are freed.
     assert is_local(ddp, rank)
+    detach(owner)
+    assert original.reducer is ddp.reducer
+    assert not is_local(ddp, rank)
 
 
 class Outer(nn.Module):

@@ -138,7 +138,7 @@ class SimulatedLion(Workers):
             slot.momentum = None if grad is None else momentum
             slot.state = self._states[worker][slot.param]
         if not survey(layout.slots):
-            layout.abstain(False, [False] * len(layout.slots))
+            layout.drop_gradients(False, [False] * len(layout.slots))
 
     def count_votes(self, message: Message, votes: list[Votes], rule: Rule, phase: int) -> Verdict:
         """Returns the verdict of all workers' votes on a message, and counts their bytes."""
@@ -211,7 +211,7 @@ class SimulatedLocalSteps(SimulatedLion):
         self.separate()
         every = self.optimizer.options.vote_every
         self._layouts = [self.layout_of(weights) for weights in self.weights]
-        self._periods = [local.LocalSteps(every, {}) for _ in self.numbers]
+        self._periods = [local.LocalSteps(every) for _ in self.numbers]
 
     @torch.no_grad()
     def collect(self, worker: int, lr: float) -> None:

@@ -309,7 +309,7 @@ def _check_state(path: Path, header: Header, lion: DistributedLion, caller: Call
             f"{path} was saved after step {header.step}, but the optimizer is at step "
             f"{lion.steps}. {_OTHER_STEP[caller]}"
         )
-    if lion.params.local_states:
+    if lion.local.states:
         raise CheckpointError(
             f"the optimizer is between two exchanges of local steps: load the model and the "
             f"optimizer's state_dict() of the same checkpoint before you load {path}"

@@ -97,24 +97,23 @@ def flat_gradient(name: str, grad: Tensor, param: Tensor) -> Tensor:
     return flat_view(grad)
 
 
-def unscale(grads: list[Tensor], scale: Tensor | float | None, found_inf: Tensor | None) -> bool:
-    """Unscales gradients that GradScaler left scaled; returns False if it found an Inf.
+def check_unscalable(grads: Sequence[Tensor]) -> None:
+    """Refuses gradients that `unscale` can't unscale.
 
     Raises:
-        ValueError: If a gradient is float16.
+        ValueError: If one is float16.
     """
-    if found_inf is not None and float(found_inf) > 0:
-        return False
-    if scale is None or float(scale) == 1:
-        return True
     if any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError(
             "GradScaler scaled float16 gradients, which can't hold small numbers once they are "
             "unscaled: load the model with dtype=torch.float32 or torch.bfloat16"
         )
-    if grads:
-        torch._foreach_mul_(grads, 1.0 / float(scale))
-    return True
+
+
+def unscale(grads: list[Tensor], scale: float) -> None:
+    """Unscales gradients that GradScaler left scaled, in place."""
+    if grads and scale != 1:
+        torch._foreach_mul_(grads, 1.0 / scale)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -315,7 +315,7 @@ class Layout:
             slot.moves, slot.state = False, {}
             slot.grad = slot.momentum = slot.idle = slot.old = slot.local = slot.mean = None
 
-    def abstain(self, finite: bool, present: Sequence[bool]) -> None:
+    def drop_gradients(self, finite: bool, present: Sequence[bool]) -> None:
         """Drops gradients and momenta of tensors on which this rank's voter abstains.
 
         `finite` and `present` are those of all ranks that vote as one with this rank.

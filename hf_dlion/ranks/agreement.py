@@ -323,12 +323,13 @@ def agree_in_node(
     return True, [all(have_gradient) for have_gradient in zip(*by_rank, strict=True)]
 
 
-def drop_gradients(report: Report, layout: Layout | None, node: Wire | None) -> None:
+def agree_on_gradients(report: Report, layout: Layout | None, node: Wire | None) -> None:
     """Drops gradients that aren't finite, or that another rank of the node doesn't have.
 
-    With local steps, all ranks do this in every step, exchange, save, and load, before any header,
-    so no rank of a node waits for another that is somewhere else. If one of them takes a local step
-    and another doesn't, they raise what failed, or Disagreement.
+    The ranks of a node must call this together. With local steps they do in every step, exchange,
+    save, and load, before any header, so no rank of a node waits for another that is somewhere
+    else. If one of them takes a local step and another doesn't, they raise what failed, or
+    Disagreement.
     """
     present = report.present
     finite = report.finite and report.failure is None and bool(present)
@@ -338,7 +339,7 @@ def drop_gradients(report: Report, layout: Layout | None, node: Wire | None) -> 
         except Disagreement as error:
             raise report.failure or error from None
     if layout is not None and report.present:
-        layout.abstain(finite, present)
+        layout.drop_gradients(finite, present)
 
 
 def _texts(signatures: Sequence[Signature]) -> list[str]:

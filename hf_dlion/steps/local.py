@@ -16,8 +16,6 @@ After an attach, a load, or a change of what is trained, a local step begins wit
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from hf_dlion.core.context import StepContext
@@ -30,21 +28,6 @@ from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.steps.displacement import average_displacements
 
-# `vote_every_for` aims at this share of the time for exchanges, and proposes at most so many steps,
-# the largest number that was tried with an LLM (docs/results.md).
-LOCAL_SHARE, MOST_STEPS = 0.1, 32
-# From so many voters on, averaged momenta are advised (docs/guides/hyperparameters.md).
-MOMENTA_FROM = 4
-
-
-def vote_every_for(step_s: float, exchange_s: float) -> int:
-    """Returns the smallest power of two k for which an exchange takes at most 10% of k steps.
-
-    It is at most 32. `step_s` is the time of a step without exchange.
-    """
-    steps = exchange_s / (LOCAL_SHARE * step_s)
-    return min(1 << math.ceil(math.log2(max(steps, 1.0))), MOST_STEPS)
-
 
 class LocalSteps:
     """Local steps of `vote_every` above 1, and what a rank keeps in a period; else it has none.
@@ -56,9 +39,10 @@ class LocalSteps:
             frozen stays there until the next exchange.
     """
 
-    def __init__(self, vote_every: int, states: dict[Tensor, LocalState]) -> None:
-        """Begins before the first period; `states` is empty, and filled here."""
-        self._vote_every, self.states = vote_every, states
+    def __init__(self, vote_every: int) -> None:
+        """Begins before the first period."""
+        self._vote_every = vote_every
+        self.states: dict[Tensor, LocalState] = {}
         # The layout of the last local step. At another one, a local step begins with a header.
         self._known: Layout | None = None
         self.reset()

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
+from hf_dlion.advice import LOCAL_SHARE, MOMENTA_FROM, vote_every_for
 from hf_dlion.checkpoint import find_lion
 from hf_dlion.core.rule import Average, rule_of
 from hf_dlion.optimizer import DistributedLion
@@ -22,7 +23,6 @@ from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.header import Disagreement
 from hf_dlion.ranks.routes import bytes_per_word
 from hf_dlion.ranks.stats import WireStats
-from hf_dlion.steps.local import LOCAL_SHARE, MOMENTA_FROM, vote_every_for
 from hf_dlion.trainer.attach import attach, warn_about_other_optimizer
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,7 @@ meetings, in which a failure on one rank is raised on all:
 
 A load of `resume_from_checkpoint` has these, and momenta come last:
 
-    _load_from_checkpoint             every rank reads the weights
+    _load_from_checkpoint             every rank reads the weights                meeting
     _load_optimizer_and_scheduler     every rank reads the common state
     _load_scaler                      every rank reads the scaler and its momentum  meetings
 
@@ -175,6 +175,7 @@ def _create_optimizer(
 
     Trainer calls this before it wraps the model, even if there is an optimizer.
     """
+    check_optim_args(trainer.args)  # A trial of a hyperparameter search may have set them.
     if (lion := find_lion(trainer.optimizer)) is not None:
         # After "out of memory" Trainer makes a new DDP wrapper, which copies rank 0's weights.
         lion.detach()
@@ -329,11 +330,29 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
 def _load_from_checkpoint(
     trainer: Trainer, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    model: Any = args[1] if len(args) > 1 else kwargs.get("model")
-    if model is None:
-        model = trainer.model
-    with _same_parameters(model) if _uses_lion(trainer) else contextlib.nullcontext():
+    if not _uses_lion(trainer):
         original(*args, **kwargs)
+        return
+    model: Any = args[1] if len(args) > 1 else kwargs.get("model")
+    failure: Exception | None = None
+    with _same_parameters(trainer.model if model is None else model):
+        if shards_model(trainer.accelerator):  # Ranks wait for one another's shards.
+            original(*args, **kwargs)
+            return
+        try:
+            original(*args, **kwargs)
+        except Exception as error:
+            failure = error
+    # Otherwise, the other ranks would wait for this one where DDP wraps the model.
+    failures = gather_object([failure and f"{type(failure).__name__}: {failure}"])
+    if failure is not None:
+        raise failure
+    if any(failures):
+        by_rank = "; ".join(f"rank {k}: {text}" for k, text in enumerate(failures) if text)
+        raise CheckpointError(
+            f"other ranks can't load the model's weights ({by_rank}): copy all files of the "
+            f"checkpoint to every node"
+        )
 
 
 @contextlib.contextmanager

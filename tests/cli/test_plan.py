@@ -18,6 +18,7 @@ import transformers
 from transformers import MixtralConfig
 
 from hf_dlion import DistributedLion, cli
+from hf_dlion.advice import MOST_STEPS
 from hf_dlion.cli import plan
 from hf_dlion.cli.gpus import GPUS
 from hf_dlion.cli.plan import machine
@@ -35,7 +36,6 @@ from hf_dlion.cli.plan.methods import (
     predict,
 )
 from hf_dlion.cli.plan.workload import Workload, usual_shapes, workload
-from hf_dlion.steps.local import MOST_STEPS
 from hf_dlion.trainer.optim_args import parse_optim_args
 from tests.support.command_line import refused
 from tests.support.spawn import on_ranks

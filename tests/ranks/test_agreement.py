@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dlion.ranks import header
-from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report, drop_gradients
+from hf_dlion.ranks.agreement import FROZEN, Agreed, Meetings, Report, agree_on_gradients
 from hf_dlion.ranks.header import Disagreement, Kind, raise_together
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.wire import Wire
@@ -292,7 +292,7 @@ def test_a_failure_in_the_report_is_named_on_the_others(rank: int, place: str) -
 def test_ranks_of_a_node_reach_the_header_if_one_exchanges_without_a_step(rank: int) -> None:
     """`exchange_now` has no gradients, whose presence would be another number of words."""
     node = wire_of()
-    drop_gradients(Report(Kind.EXCHANGE, present=[True] * (1 - rank)), None, node)
+    agree_on_gradients(Report(Kind.EXCHANGE, present=[True] * (1 - rank)), None, node)
     assert node.stats.bytes_sent == 24
 
 

@@ -66,7 +66,7 @@ def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) 
                     params[1].fill_(torch.inf)
             optimizer.step()
             # Frozen in the second period, in whose exchange it takes part.
-            assert (params[0] in optimizer.params.local_states) == (step in (0, 1, 3, 4))
+            assert (params[0] in optimizer.local.states) == (step in (0, 1, 3, 4))
             if step >= 5:
                 assert is_equal_everywhere(params[0])
     optimizer.exchange_now()
@@ -75,7 +75,7 @@ def test_parameters_can_be_frozen_added_and_broken_between_exchanges(rank: int) 
         assert is_equal_everywhere(p)
     # Seven steps with the decay of its group, in three exchanges.
     torch.testing.assert_close(params[3].detach(), torch.full((5,), 0.95**7))
-    assert not optimizer.params.local_states
+    assert not optimizer.local.states
     assert len(texts) == rank
     assert all("the weights of '1' were not finite on rank 1" in text for text in texts)
 
@@ -608,7 +608,7 @@ def test_an_exchange_counts_the_steps_from_which_any_rank_abstained(rank: int) -
 def test_a_group_destroyed_within_a_period_is_refused() -> None:
     param = filled(1.0)
     optimizer = DistributedLion([param], vote_every=4)
-    optimizer.params.local_states[param] = LocalState.of(param.detach())
+    optimizer.local.states[param] = LocalState.of(param.detach())
     with pytest.raises(RuntimeError, match="destroyed within a period of local steps"):
         optimizer.exchange_now()
 

@@ -111,7 +111,7 @@ def test_local_steps_send_nothing_and_keep_an_anchor_in_a_period(
     for _ in range(every + 1):
         optimizer.step()
         sent.append(optimizer.wire.last_bytes_sent)
-        states = optimizer.params.local_states.values()
+        states = optimizer.local.states.values()
         tensors = [t for own in states for t in (own.anchor, own.compensation) if t is not None]
         tensors += [optimizer.state[p]["exp_avg"] for p in params]
         kept.append(sum(tensor.nbytes for tensor in tensors) / numel)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import hf_dlion.steps.momentum_sync as momentum_sync
 from hf_dlion.optimizer import DistributedLion
@@ -180,6 +181,15 @@ def test_a_parameter_that_is_frozen_for_an_exchange_keeps_its_momentum(rank: int
     momenta = [float(optimizer.state[p]["exp_avg"].mean()) for p in (param, other)]
     # What 4 bits leave out of a momentum is at most a third of this one.
     assert momenta == pytest.approx([0.02 * (-1) ** rank, 0.0], abs=6e-3)
+
+
+def test_an_attach_that_is_repeated_refuses_a_selection_again() -> None:
+    model = nn.Linear(2, 2)
+    options: dict[str, Any] = {"momentum_sync_every": 2, "momentum_sync": "weight"}
+    optimizer = DistributedLion(model.parameters(), full_precision="weight", **options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="momentum_sync would have no effect"):
+            optimizer.params.name_as(model)
 
 
 def test_a_selection_of_momenta_that_are_equal_anyway_is_refused() -> None:

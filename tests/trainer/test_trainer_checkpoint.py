@@ -247,6 +247,22 @@ def test_a_rank_that_resumes_from_weights_alone_fails_all_ranks(rank: int, tmp_p
         trained(tiny_args(folder), resume="checkpoint-2")
 
 
+@on_ranks(2)
+def test_a_rank_that_cannot_load_the_weights_fails_all_ranks(rank: int, tmp_path: Path) -> None:
+    trained(tiny_args(tmp_path, max_steps=2, save_every=2))
+    folder = tmp_path / str(rank)
+    shutil.copytree(tmp_path / "checkpoint-2", folder / "checkpoint-2")
+    if rank == 1:
+        (folder / "checkpoint-2" / "model.safetensors").unlink()
+    error = (CheckpointError, ValueError)[rank]
+    text = (
+        r"other ranks can't load the model's weights \(rank 1: ValueError: Can't find",
+        "Can't find",
+    )
+    with contextlib.chdir(folder), pytest.raises(error, match=text[rank]):
+        trained(tiny_args(folder), resume="checkpoint-2")
+
+
 def save_now(control: TrainerControl, **_: Any) -> None:
     control.should_save = True
 

@@ -13,9 +13,10 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import hf_dlion.trainer.callback as callback
+from hf_dlion.advice import vote_every_for
 from hf_dlion.peers import Peers
 from hf_dlion.ranks.wire import Pending
-from hf_dlion.steps.local import LocalSteps, vote_every_for
+from hf_dlion.steps.local import LocalSteps
 from tests.support.spawn import on_ranks
 from tests.support.steps import single
 from tests.support.tiny import (

@@ -229,7 +229,7 @@ def step_work(param: Tensor) -> Calls:
 def _local_work(param: Tensor) -> Calls:
     """Returns the work of a local step, and of an exchange of two ranks in 4 bits."""
     layout = _layout_of([param])
-    local = LocalSteps(2, {})
+    local = LocalSteps(2)
     bits = LOCAL_BITS
     context, ranks = _context(bits), 2
     warm_up(layout, Options(vote_every=2), ranks)

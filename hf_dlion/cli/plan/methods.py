@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from hf_dlion.advice import MOMENTA_FROM, vote_every_for
 from hf_dlion.cli.plan.machine import POWER_RANK, Machine
 from hf_dlion.cli.plan.workload import Workload
 from hf_dlion.core.codec import TOP, WORD
@@ -23,7 +24,6 @@ from hf_dlion.core.slot import Slot
 from hf_dlion.options import LOCAL_BITS
 from hf_dlion.ranks.header import HEADER_BYTES
 from hf_dlion.ranks.routes import Task, run_as_pipeline, wire_bytes
-from hf_dlion.steps.local import MOMENTA_FROM, vote_every_for
 
 # Backward computes two products for each one of forward.
 FORWARD_SHARE = 1 / 3
