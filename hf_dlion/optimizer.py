@@ -599,8 +599,8 @@ class DistributedLion(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
         self.params.forget_layout()
-        # Within a period, only this rank's own state is loaded. Between two periods it may have been
-        # sent to the other ranks, which forget the number of exchanges, so this rank does, too.
+        # Between two periods, this rank may have sent its own state to the other ranks, which then
+        # forget the number of exchanges, so it does, too.
         if not (loading.is_own and self.local.states):
             self.local.reset()
         self.peers.note_load()

@@ -120,9 +120,10 @@ def _add_options_of_plan(plan: Parser) -> None:
     add(
         "--gpu", arguments.gpu, "NAME", f"GPU of a rank: {', '.join(GPUS)} (default: this machine)."
     )
-    weights = "Dtype of weights and gradients, fp32 or bf16 (default: fp32)."
+    weights = "Dtype of trained weights and of gradients, fp32 or bf16 (default: fp32)."
     add("--dtype", arguments.dtype, "DTYPE", weights, default="float32")
-    add("--trainable", arguments.count, "COUNT", "Trained parameters, as with LoRA (default: all).")
+    trained = "Trained parameters, as with LoRA; the others are bfloat16 (default: all)."
+    add("--trainable", arguments.count, "COUNT", trained)
     add("--step-ms", above_zero, "MS", "Time of forward and backward (default: estimated).")
     tokens = "Tokens of a rank per step, with accumulation (default: 8192, on a CPU 128)."
     add("--tokens", positive, "N", tokens)

@@ -206,6 +206,12 @@ def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
     assert POWER not in parts
 
 
+LEARNING = (
+    " Start with a third of AdamW's learning rate. On text that is new in each step, its loss may "
+    "end above AdamW's."
+)
+
+
 @pytest.mark.parametrize(("ranks", "per_node", "rate", "options"), [
     (2, 1, 1e8, "vote_every=32"),
     (8, 4, 1e8, "local_group=node,vote_every=32"),
@@ -216,9 +222,10 @@ def test_the_advice_ends_with_options_that_trainer_takes(
 ) -> None:
     case = a_case(ranks=ranks, per_node=per_node, link=Link(bits_per_s=rate), vote_every=32)
     ends = (
-        f' in Trainer: optim="dlion", optim_args="{options}", average_tokens_across_devices=False.'
+        f' in Trainer: optim="dlion", optim_args="{options}", average_tokens_across_devices=False, '
+        f"logging_steps=32{', ddp_find_unused_parameters=False' * (per_node > 1)}."
     )
-    assert advice(case, [predict(case)]).endswith(ends)
+    assert advice(case, [predict(case)]).endswith(ends + LEARNING)
     assert parse_optim_args(options, {})["vote_every"] == 32
 
 
@@ -226,7 +233,7 @@ def test_with_fsdp2_the_advice_ends_with_arguments_of_the_optimizer() -> None:
     link = Link(bits_per_s=1e8)
     case = a_case(ranks=8, per_node=4, shard=4, link=link, vote_every=32)
     end = ' create DistributedLion(..., replicate=mesh["replicate"], vote_every=32).'
-    assert advice(case, [predict(case)]).endswith(end)
+    assert advice(case, [predict(case)]).endswith(end + LEARNING)
 
 
 # Times
@@ -452,7 +459,8 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
         (
             (60, 50),
             {"local": 40, "power": 38},
-            f"{PAYS}.*as DistributedLion. DistributedLion, vote_every=8 in Trainer: [^.]*.$",
+            f"{PAYS}.*as DistributedLion. DistributedLion, vote_every=8 in Trainer: [^.]*."
+            f"{LEARNING}$",
         ),
         ((60, 50), {"node": 25}, 'DistributedLion, local_group="node" pays: .*4.00 times'),
         ((60, 50), {"power": 20}, f"{PAYS}.*2.50 times as fast as DistributedLion, if its"),
@@ -483,7 +491,7 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             ".*10% or more. Use DistributedLion. AdamW with PowerSGD rank 4 and DistributedLion, "
             "vote_every=8 would be faster, but need at least 20 GB, and each CPU has 18 GB, of "
             "which activations need 10% or more."
-            ' DistributedLion in Trainer: optim="dlion".$',
+            f' DistributedLion in Trainer: optim="dlion".{LEARNING}$',
         ),
         ((60, 50), {"gpu_gb": 10}, "The model does not fit into memory: .*If it did fit: Dist"),
     ],
@@ -584,6 +592,13 @@ def test_the_advice_is_a_method_that_fits(run: Any, words: str, parts: list[str]
             assert method["name"] + " is" not in last
             assert f"Use {method['name']}." not in last
             assert method["name"] + " pays" not in last
+
+
+def test_frozen_weights_are_bfloat16(run: Any) -> None:
+    found = json.loads(run("8b", "--trainable=40m", "--link=1g", "--gpu=rtx4090", "--format=json"))
+    assert "frozen weights: bfloat16" in found["assumptions"]
+    votes = next(m for m in found["methods"] if m["name"] == DLION)
+    assert votes["memory_bytes"] == 2 * (8e9 - 4e7) + 12 * 4e7
 
 
 def test_a_token_uses_some_experts_of_a_mixture(run: Any, tmp_path: Path) -> None:
@@ -742,7 +757,7 @@ def test_readme_advises_what_plan_recommends(
 ) -> None:
     """For 1 billion float32 weights, and for LoRA on 8 billion weights of bfloat16."""
     assert trained in Path("README.md").read_text()
-    lora = ["8b", "--trainable=40m", "--dtype=bf16"]
+    lora = ["8b", "--trainable=40m"]
     model = lora if trained.startswith(("LoRA", "but")) else ["1b"]
     for gpu in gpus:
         assert verdict in " ".join(run(*model, f"--link={link}", f"--gpu={gpu}").split()), gpu

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_memory(work: Workload, dtype: torch.dtype, shard: int) -> None:
     """Refuses to judge a model by the CPU of a machine that cannot train it."""
     device, _, memory = here()
-    needed = dtype.itemsize * (work.parameters + 2 * work.trainable) / shard
+    needed = (work.weight_bytes(dtype) + 2 * dtype.itemsize * work.trainable) / shard
     if device.type == "cpu" and needed > memory:
         raise ValueError(
             f"training {work.name} needs {needed / 1e9:,.0f} GB per rank even with Lion, and this "
@@ -86,6 +86,7 @@ def _assumptions(case: Case, given: bool) -> list[str]:
         f"forward and backward: {ms} ({'given' if given else compute})",
         f"optimizer and votes: {votes}",
         *([f"shapes: assumed, {note}"] if note else []),
+        *(["frozen weights: bfloat16"] if case.work.trainable < case.work.parameters else []),
         *([f"a token uses {share:.0%} of the parameters"] if share < 1 else []),
         *(["traffic inside a node: not counted"] if case.per_node > 1 else []),
     ]

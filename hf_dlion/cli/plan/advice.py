@@ -31,6 +31,10 @@ ACTIVATIONS = 0.1
 # How far measurements may differ, and what share of the cores other processes may use, without a
 # warning.
 SPREAD, BUSY = 1.25, 0.2
+_LEARNING = (
+    "Start with a third of AdamW's learning rate. On text that is new in each step, its loss may "
+    "end above AdamW's."
+)
 
 
 class _Verdict(NamedTuple):
@@ -149,10 +153,12 @@ def _to_set(case: Case, name: str) -> str:
     options += ["momentum_sync_every=1"] if name.endswith(WITH_MOMENTA) else []
     if case.shard > 1:
         arguments = ", ".join(['replicate=mesh["replicate"]', *options])
-        return f" With FSDP2 in each node, create DistributedLion(..., {arguments})."
-    text = f' {name} in Trainer: optim="dlion"'
-    text += f', optim_args="{",".join(options)}"' if options else ""
-    return f"{text}, average_tokens_across_devices=False." if "vote_every" in name else f"{text}."
+        return f" With FSDP2 in each node, create DistributedLion(..., {arguments}). {_LEARNING}"
+    settings = ['optim="dlion"', *([f'optim_args="{",".join(options)}"'] if options else [])]
+    if every := re.search(r"vote_every=(\d+)", name):
+        settings += ["average_tokens_across_devices=False", f"logging_steps={every[1]}"]
+        settings += ["ddp_find_unused_parameters=False"] if name.startswith(NODE) else []
+    return f" {name} in Trainer: {', '.join(settings)}. {_LEARNING}"
 
 
 def _momenta(case: Case, name: str) -> str:

@@ -88,7 +88,7 @@ class Case:
     shard: int = 1  # Ranks that shard a model with FSDP2: 1 or `per_node`.
     link: Link
     machine: Machine
-    dtype: torch.dtype = torch.float32  # Dtype of weights and gradients.
+    dtype: torch.dtype = torch.float32  # Dtype of trained weights, and of gradients.
     vote_every: int | None = None  # None: see `vote_every_for`.
 
     @property
@@ -179,7 +179,8 @@ def predict(case: Case) -> dict[str, Prediction]:
         # Each rank exchanges its part of the model with the ranks that hold the same part.
         voters = replace(case.between_nodes(), work=case.work.shard(case.shard))
     copies_s = 0.0 if sharded else 2 * case.work_s("copy")  # Into DDP's buckets, and back.
-    weights, trained = size * case.work.parameters / case.shard, size * voters.work.trainable
+    weights = case.work.weight_bytes(case.dtype) / case.shard
+    trained = size * voters.work.trainable
     # DDP's buckets hold a copy of the gradients. `attach` frees them if every rank votes.
     buckets = 0 if sharded else 1
     found: dict[str, Prediction] = {}

@@ -38,6 +38,11 @@ class Workload:
         """Number of trained parameters."""
         return sum(self.numels)
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of all weights: trained ones have `dtype`, and frozen ones bfloat16."""
+        frozen = self.parameters - self.trainable
+        return torch.bfloat16.itemsize * frozen + dtype.itemsize * self.trainable
+
     def shard(self, ranks: int) -> Workload:
         """Returns one rank's shards under FSDP2, which splits the first dimensions."""
         parts = tuple((-(-shape[0] // ranks), *shape[1:]) if shape else () for shape in self.shapes)
