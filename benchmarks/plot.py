@@ -53,6 +53,7 @@ STYLES = {
 }
 _NAMES = {method.title: name for name, method in METHODS.items()}
 NONE = METHODS["none"].title
+ALONE = [METHODS[name].title for name in ("alone", "adamw-alone")]
 
 
 def look(name: str) -> dict[str, Any]:
@@ -166,7 +167,10 @@ def run(files: Sequence[str], path: Path) -> None:
             subtitle += f"\n{NONE}: {free:,.0f} ms"
         panel.set_title(subtitle, fontsize="medium")
         panel.set_xlabel("ms per step")
-    panels[0].set_yticks(range(len(names)), names)
+    emulated = results[0]["config"].get("emulate")
+    batches = f"\n(1 batch instead of {Network.parse(emulated).hosts})" if emulated else ""
+    labels = [name + batches * (name in ALONE) for name in names]
+    panels[0].set_yticks(range(len(names)), labels)
     panels[0].set_ylim(len(names) - 0.5, -0.7)
     measured = [row for rows in found for row in rows.values()]
     low, high = min(row["min_ms"] for row in measured), max(row["max_ms"] for row in measured)

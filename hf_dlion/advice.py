@@ -9,6 +9,9 @@ import math
 LOCAL_SHARE, MOST_STEPS = 0.1, 32
 # From so many voters on, averaged momenta are advised.
 MOMENTA_FROM = 4
+# A run should have so many periods of local steps: with three, an LLM answered fewer questions
+# (docs/research/pretrained_llm.md).
+FEWEST_PERIODS = 5
 
 
 def vote_every_for(step_s: float, exchange_s: float) -> int:

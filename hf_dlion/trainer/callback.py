@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
-from hf_dlion.advice import LOCAL_SHARE, MOMENTA_FROM, vote_every_for
+from hf_dlion.advice import FEWEST_PERIODS, LOCAL_SHARE, MOMENTA_FROM, vote_every_for
 from hf_dlion.checkpoint import find_lion
 from hf_dlion.core.rule import Average, rule_of
 from hf_dlion.optimizer import DistributedLion
@@ -88,6 +88,13 @@ class DistributedLionCallback(TrainerCallback):
                     f"TrainingArguments, and equally many batches"
                 )
         _warn_about_waits(lion, trainer, train_dataloader)
+        every, fewest = lion.options.vote_every, state.max_steps // FEWEST_PERIODS
+        if args.world_size > 1 and every > max(fewest, 1) and trainer.is_world_process_zero():
+            logger.warning_once(
+                f"vote_every={every} is much for {state.max_steps} steps: the ranks exchange "
+                f"{-(-state.max_steps // every)} times, and models learned less with fewer than "
+                f"{FEWEST_PERIODS}. Set vote_every={max(fewest, 1)} or less"
+            )
         if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
             logger.warning_once(
                 "learning_rate=5e-5 is Trainer's default, which is meant for AdamW. With Lion, "
@@ -232,7 +239,8 @@ def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) 
         ),
         "reads every batch on rank 0 and sends it to the others": (
             isinstance(dataloader, DataLoaderDispatcher),
-            "accelerator_config={'dispatch_batches': False}",
+            "accelerator_config={'dispatch_batches': False, 'split_batches': True}, shuffle with a "
+            "seed, and make per_device_train_batch_size the batch of all ranks",
         ),
         "lets DDP send the model's buffers in every forward": (
             wrapper is not None and ddp.broadcasts_state(wrapper),

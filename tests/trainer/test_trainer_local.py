@@ -248,7 +248,11 @@ class Stream(IterableDataset[Any]):
         return iter([] if self.once and self.epochs > 1 else tiny_data(self.length))
 
 
-WAITS = ["accelerator_config={'dispatch_batches': False}", "include_num_input_tokens_seen='no'"]
+WAITS = [
+    "accelerator_config={'dispatch_batches': False, 'split_batches': True}, shuffle with a seed, and "
+    "make per_device_train_batch_size the batch of all ranks",
+    "include_num_input_tokens_seen='no'",
+]
 BUFFERS = "ddp_broadcast_buffers=False, unless training changes them, as in batch norm"
 DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
 
@@ -266,7 +270,7 @@ def test_waits_in_local_steps_are_warned_of(
     rank: int, tmp_path: Path, changes: dict[str, Any], advised: list[str]
 ) -> None:
     args = tiny_args(
-        tmp_path, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=1,
+        tmp_path, optim_args="vote_every=4", average_tokens_across_devices=False, max_steps=20,
         **changes,
     )  # fmt: skip
     model = tiny_llama()
@@ -275,6 +279,15 @@ def test_waits_in_local_steps_are_warned_of(
     with logged() as messages:
         trained(args, train_dataset=Stream(), model=model)
     assert [text.partition("set ")[2] for text in messages] == (advised if rank == 0 else [])
+
+
+@pytest.mark.parametrize(("steps", "said"), [(19, ["Set vote_every=3 or less"]), (20, [])])
+@on_ranks(2)
+def test_few_periods_are_warned_of(rank: int, tmp_path: Path, steps: int, said: list[str]) -> None:
+    options: dict[str, Any] = {"optim_args": "vote_every=4", "average_tokens_across_devices": False}
+    with logged() as messages:
+        trained(tiny_args(tmp_path, max_steps=steps, **options))
+    assert [text[text.index("Set") :] for text in messages] == (said if rank == 0 else [])
 
 
 STREAMS = {"accelerator_config": {"dispatch_batches": False}, "max_steps": 20}
