@@ -1,8 +1,8 @@
 """What all ranks check so that no weight goes wrong without a word.
 
 A step without `attach`, ranks that abstain for long (`ranks.abstentions`), nodes whose ranks have
-different gradients, gradients that DDP still averages, momenta of one rank on all ranks, a save
-within a period of local steps, and replicas that differ.
+different gradients, gradients that DDP still averages, momenta of one rank on all ranks, a save of
+an attached model within a period of local steps, and replicas that differ.
 """
 
 from __future__ import annotations

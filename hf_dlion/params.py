@@ -165,8 +165,9 @@ class Params:
     def fresh_layout(self) -> Layout:
         """Returns the layout without gradients, a new one if parameters were added or (un)frozen.
 
-        A parameter with a local state counts as trainable, also if it is frozen. One that was
-        removed from the groups gets its anchor. With FSDP2 this frees gathered parameters, so the
+        It is the same object as long as it is the same layout, by which others know that they have
+        checked or compiled for it. A parameter with a local state counts as trainable, also if it
+        is frozen. One that was removed from the groups gets its anchor. With FSDP2 this frees gathered parameters, so the
         next forward gathers what is written.
 
         Raises:

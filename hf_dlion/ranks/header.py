@@ -7,9 +7,9 @@ word   all headers                  those of `Meetings.agree`
 4      finite, failed, abstained
 5-7    the caller's                 hashes of options and the like, signatures, and presence
 
-A step with votes (`DistributedLion.step`), an exchange, and every other `Kind` begin with one; a
-local step has none. What fails on a rank waits for its next header (`peers.all_or_none`), which
-raises on all ranks.
+A step with votes (`DistributedLion.step`) and an exchange begin to send with one, and what ranks do
+in a `peers.together` block, such as a save, ends with one. A local step has none. What fails on a
+rank waits for its next header (`peers.all_or_none`), which raises on all ranks.
 
 Headers take gloo, where a rank that ended, or waits elsewhere until the timeout, is an error on the
 others. If it is in a collective of another size, gloo ends a process. A group without gloo, such as
