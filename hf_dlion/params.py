@@ -167,8 +167,8 @@ class Params:
 
         It is the same object as long as it is the same layout, by which others know that they have
         checked or compiled for it. A parameter with a local state counts as trainable, also if it
-        is frozen. One that was removed from the groups gets its anchor. With FSDP2 this frees gathered parameters, so the
-        next forward gathers what is written.
+        is frozen. One that was removed from the groups gets its anchor. With FSDP2 this frees
+        gathered parameters, so the next forward gathers what is written.
 
         Raises:
             ValueError: If two parameters share memory.
