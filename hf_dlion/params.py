@@ -227,7 +227,8 @@ class Params:
     def collect(self, layout: Layout, scale: float, found_inf: bool) -> bool:
         """Fills the layout with gradients and momenta; returns whether gradients are finite.
 
-        They stay scaled until all ranks agree, so a step that fails before can be taken again.
+        They stay scaled until all ranks agree, so `GradScaler.step` can be called again if a step
+        fails before that.
         """
         slots = layout.slots
         for slot in slots:
@@ -255,9 +256,8 @@ class Params:
         """
         if self.state or any([float(group["lr"]) for group in self.groups]):
             return False
-        grads = [slot.grad for slot in slots if slot.grad is not None and slot.size]
-        # A rank with empty shards only doesn't know; if the others create state, so does it.
-        return bool(grads) and not any(numbers([grad.any() for grad in grads]))
+        grads = [slot.grad for slot in slots if slot.grad is not None]
+        return not any(numbers([grad.any() for grad in grads]))
 
     def take_momentum(self, slot: Slot) -> None:
         """Gives a slot its momentum and the parameter's state."""

@@ -406,14 +406,6 @@ def test_a_zero_gradient_counts_as_one_at_the_start_of_a_warm_up() -> None:
     assert optimizer.state[params[0]][AGE].tolist() == [1]
 
 
-def test_empty_shards_count_as_a_gradient_at_the_start_of_a_warm_up() -> None:
-    """A rank may have no element of a small head, of which its replica's others have some."""
-    optimizer = DistributedLion([nn.Parameter(torch.empty(0, 4))], lr=0.0)
-    optimizer.param_groups[0]["params"][0].grad = torch.empty(0, 4)
-    optimizer.step()
-    assert optimizer.steps == 1
-
-
 @pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
 def test_a_step_that_only_creates_state_is_not_counted(every: int) -> None:

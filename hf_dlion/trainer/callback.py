@@ -88,13 +88,7 @@ class DistributedLionCallback(TrainerCallback):
                     f"TrainingArguments, and equally many batches"
                 )
         _warn_about_waits(lion, trainer, train_dataloader)
-        every, fewest = lion.options.vote_every, state.max_steps // FEWEST_PERIODS
-        if args.world_size > 1 and every > max(fewest, 1) and trainer.is_world_process_zero():
-            logger.warning_once(
-                f"vote_every={every} is much for {state.max_steps} steps: the ranks exchange "
-                f"{-(-state.max_steps // every)} times, and models learned less with fewer than "
-                f"{FEWEST_PERIODS}. Set vote_every={max(fewest, 1)} or less"
-            )
+        _warn_about_few_periods(lion, trainer, state.max_steps)
         if lion.defaults["lr"] == _DEFAULT_LR and trainer.is_world_process_zero():
             logger.warning_once(
                 "learning_rate=5e-5 is Trainer's default, which is meant for AdamW. With Lion, "
@@ -223,6 +217,20 @@ def _vote_every(lion: DistributedLion, work_s: float, exchange_s: float) -> tupl
     vote_every = max(vote_every_for(work_s, exchange_s), 2)
     share = exchange_s / (exchange_s + vote_every * work_s)
     return f"vote_every={vote_every}{momenta}", share
+
+
+def _warn_about_few_periods(lion: DistributedLion, trainer: Trainer, steps: int) -> None:
+    """Warns on rank 0 if fewer periods of local steps fit into a run than they should."""
+    ranks, every = lion.peers.ranks, lion.options.vote_every
+    votes = trainer.args.world_size > 1 and (ranks is None or ranks.voters.world_size > 1)
+    periods, longest = steps // every, steps // FEWEST_PERIODS
+    if every > 1 and votes and periods < FEWEST_PERIODS and trainer.is_world_process_zero():
+        remedy = f"Set vote_every={longest} or less" if longest > 1 else "Leave vote_every out"
+        logger.warning_once(
+            f"vote_every={every} is large for {steps} steps, in which {periods} complete periods "
+            f"fit. Use at least {FEWEST_PERIODS}: with three, an LLM answered fewer questions. "
+            f"{remedy}"
+        )
 
 
 def _warn_about_waits(lion: DistributedLion, trainer: Trainer, dataloader: Any) -> None:

@@ -207,7 +207,7 @@ def test_under_fsdp2_a_rank_sends_the_votes_on_its_part() -> None:
 
 
 LEARNING = (
-    " Start with a third of AdamW's learning rate. On text that is new in each step, its loss may "
+    " Start with a third of AdamW's learning rate. On text that is new in each step, the loss may "
     "end above AdamW's."
 )
 

@@ -32,7 +32,7 @@ ACTIVATIONS = 0.1
 # warning.
 SPREAD, BUSY = 1.25, 0.2
 _LEARNING = (
-    "Start with a third of AdamW's learning rate. On text that is new in each step, its loss may "
+    "Start with a third of AdamW's learning rate. On text that is new in each step, the loss may "
     "end above AdamW's."
 )
 
