@@ -47,6 +47,7 @@ def step_in_full_precision(
                         f"the gradients of {slot.name!r} are finite, but not their sum over the "
                         f"ranks, so the step leaves it as it is"
                     )
+        survey(slots)  # Notes the idle rows of the others.
     # Rows of the mean and one random stream, so momenta stay equal on all voters.
     context = replace(context, voter=0)
     context.age_rows(slots)

@@ -145,3 +145,18 @@ def test_finite_gradients_whose_sum_is_not_change_nothing(rank: int) -> None:
         assert torch.equal(mean, before[0]) == (value > 1)
         assert not torch.equal(voted, before[1])
     assert optimizer.state[mean]["exp_avg"][0].item() == pytest.approx(1 - 0.98**2)
+
+
+@on_ranks(2)
+def test_a_sum_that_is_not_finite_leaves_the_ages_of_other_tensors(rank: int) -> None:
+    rows, large = nn.Parameter(torch.zeros(3, 64)), nn.Parameter(torch.zeros(64))
+    named = [("rows", rows), ("large", large)]
+    # Rows are voted on for two updates without a gradient.
+    optimizer = DistributedLion(named, lr=1.0, betas=(0.9, 0.5), full_precision="*")
+    for step in range(8):
+        rows.grad, large.grad = torch.ones(3, 64), torch.full((64,), 2e38 if step == 5 else 1.0)
+        if step:
+            rows.grad[1] = 0.0
+        with warned():
+            optimizer.step()
+    assert rows[:, 0].tolist() == [-8.0, -2.0, -8.0]
