@@ -382,10 +382,10 @@ class DistributedLion(torch.optim.Optimizer):
                     layout = self.params.fresh_layout()
                 report.finite = self.params.collect(layout, scale, found_inf)
                 report.present = [slot.grad is not None for slot in layout.slots]
+                has_none = bool(report.present) and not any(report.present)
+                report.abstains = has_none or not report.finite
                 self.guards.check(layout, report, self.peers.ranks)
-                report.period = self.local.period_with_step(
-                    self.param_groups, abstains=report.abstains
-                )
+                report.period = self.local.period_with_step(abstains=report.abstains)
                 self._warm_up(layout)
             # All ranks continue, or all raise; a local step has no header, and raises alone.
             agreed = self.peers.agree(report, layout)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch.distributed as dist
 
@@ -28,6 +28,9 @@ from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import LostRank
 from hf_dlion.steps.local import LocalSteps
+
+# Attribute of an error that a header raised on all ranks.
+_RAISED_BY_ALL = "_hf_dlion_raised_by_all"
 
 
 class Peers:
@@ -63,7 +66,6 @@ class Peers:
         self.stats = WireStats()
         self.process_group, self.replicate = process_group, replicate
         self.ranks: Topology | None = None
-        self._open: list[Report] = []  # Of the blocks that this rank is in, the outermost first.
         self._meetings: Meetings | None = None
         self._attaches = 0
         # Since the ranks last agreed, so loads can be repeated until all ranks have had one.
@@ -128,17 +130,13 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
-        self._open.append(report)
         try:
             yield
         except BaseException as error:
-            if self.ranks is None or not can_meet or error is report.raised_by_all:
+            if self.ranks is None or not can_meet or hasattr(error, _RAISED_BY_ALL):
                 raise
             report.failure = error
             fsdp.reshard(self._params.fsdp_models)  # As on the other ranks, for the next forward.
-        finally:
-            self._open.remove(report)
-            report.raised_by_all = None
 
     @contextlib.contextmanager
     def together(self, kind: Kind, *, can_meet: bool = True) -> Iterator[None]:
@@ -161,9 +159,9 @@ class Peers:
         """Returns what all ranks have, or raises on all of them; every rank must call this.
 
         In a local step, it returns what this rank has, and only the ranks of a node communicate.
-        With local steps, it drops gradients on which they abstain (`agree_on_gradients`).
-        `layout` has the tensors of a step or an exchange. Bytes: see `Meetings.agree`, and with
-        local steps `agree_in_node`.
+        With local steps, it drops gradients on which they abstain (`agree_on_gradients`), and in an
+        exchange the report's presence becomes that of the period. `layout` has the tensors of a
+        step or an exchange. Bytes: see `Meetings.agree`, and with local steps `agree_in_node`.
 
         Raises:
             Disagreement: On every rank, if the ranks differ, or something failed on another rank.
@@ -187,28 +185,24 @@ class Peers:
                 own.add_note(f"The other ranks weren't told: {error}")
                 raised = own  # The cause comes first, as if they had met.
             if report.has_header:  # Otherwise, the other ranks don't raise.
-                for block in self._open:
-                    block.raised_by_all = raised
+                setattr(raised, _RAISED_BY_ALL, True)
             if raised is not error:
                 raise raised from (raised.__cause__ or error)
             raise
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
-        given, known = report, layout or Layout()
-        values: dict[str, object] = {}
-        steps = 0
+        known, values, steps = Layout(), dict[str, object](), 0
         try:
             steps = self._params.steps
             # A save or a load doesn't know the layout; all ranks must reshard.
             known = layout or self._params.fresh_layout()
             values = self._equal_values(report, known)
             if report.kind is Kind.EXCHANGE:
-                report = replace(report, present=[slot.moved_in_period for slot in known.slots])
-            if layout is None:
-                known.release()
+                report.present = [slot.moved_in_period for slot in known.slots]
         except Exception as error:  # The other ranks wait for a header.
-            given.failure = given.failure or error
-            report = replace(report, failure=given.failure)
+            report.failure = report.failure or error
+        if layout is None:
+            known.release()
         assert self._meetings is not None
         agreed = self._meetings.agree(
             report, steps, values, known.signatures, self._params.common_parts
@@ -237,7 +231,7 @@ class Peers:
             equal[FROZEN] = sorted(n for n, p in self._params.named() if not p.requires_grad)
         equal |= hyperparameters(self._params.groups)
         if self._options.vote_every > 1:  # Last: an error names the first difference.
-            equal[HISTORY] = period.history
+            equal[HISTORY] = [(state.path, state.decay) for state in local.states.values()]
         if callable(self._options.momentum_sync):
             equal["choices of momentum_sync"] = [slot.synced for slot in layout.slots]
         return equal

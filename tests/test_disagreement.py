@@ -124,8 +124,12 @@ CASES: dict[str, tuple[tuple[int, torch.dtype], int, Change, str]] = {
     ),
     "lr of a local step": (
         LOCAL, 1, group(lr=0.02),
-        "3 Disagreement: ranks differ in lr, betas, or weight decay of a step since the last "
-        "exchange, not in those of now. Give groups the same values",
+        "3 Disagreement: ranks differ in lr or weight decay of a step since the last exchange, not "
+        "in those of now. Give groups the same values",
+    ),
+    "weight decay of a local step": (
+        LOCAL, 1, group(weight_decay=0.5),
+        "3 Disagreement: ranks differ in lr or weight decay of a step since the last exchange",
     ),
     "number of exchanges": (
         LOCAL, 5, lambda _, optimizer: setattr(optimizer.local, "exchanges", 7),
@@ -165,7 +169,7 @@ def test_all_ranks_raise_if_one_differs_or_fails(rank: int, what: str) -> None:
     def step(number: int) -> None:
         nonlocal optimizer, before
         give_gradients(model.parameters(), rank, number)
-        optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.param_groups[0].update(lr=0.01, weight_decay=0.0)
         if rank == 1 and number == when:
             optimizer = change(model, optimizer) or optimizer
         before = copies(model.parameters())

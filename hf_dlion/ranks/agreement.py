@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import Signature
-from hf_dlion.options import Groups, hyperparameters
 from hf_dlion.ranks.compare import compare_parameters
 from hf_dlion.ranks.header import (
     ABSTAINED_AT,
@@ -37,7 +36,7 @@ from hf_dlion.ranks.wire import Wire, digest
 Values = Mapping[str, object]
 # Names of two of them: names, and a hash.
 FROZEN = "frozen parameters"
-HISTORY = "lr, betas, or weight decay of a step since the last exchange"
+HISTORY = "lr or weight decay of a step since the last exchange"
 
 _START_EQUAL = (
     "Replicas must start equal: pass the parameters in the same order, wrap the model in "
@@ -75,20 +74,14 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True)
 class Period:
-    """The local steps since the last exchange.
-
-    `history` is a hash of every step's lr, betas, and weight decay. From `abstained` of the steps
-    this rank abstained. The rest is equal on all ranks.
-    """
+    """The local steps since the last exchange, from `abstained` of which this rank abstained."""
 
     steps: int = 0
-    history: int = 0
     abstained: int = 0
 
-    def and_a_step(self, groups: Groups, *, abstains: bool) -> Period:
+    def and_a_step(self, *, abstains: bool) -> Period:
         """Returns the period with one more step."""
-        history = digest([self.history, hyperparameters(groups)])
-        return Period(self.steps + 1, history, self.abstained + abstains)
+        return Period(self.steps + 1, self.abstained + abstains)
 
 
 @dataclass(eq=False)
@@ -100,17 +93,17 @@ class Report:
         present: Whether each trainable parameter has a gradient; empty if the ranks don't step. In
             an exchange, whether it had one in the period.
         finite: Whether all gradients are finite.
+        abstains: Whether this rank has a NaN or an Inf in the step, or no gradient at all.
         period: The period of local steps, with the step that begins.
         failure: What failed on this rank.
-        raised_by_all: What a header raised on all ranks within the `Peers.all_or_none` block.
     """
 
     kind: Kind
     present: list[bool] = field(default_factory=list)
     finite: bool = True
+    abstains: bool = False
     period: Period = Period()
     failure: BaseException | None = None
-    raised_by_all: BaseException | None = None
 
     @property
     def has_header(self) -> bool:
@@ -121,11 +114,6 @@ class Report:
     def abstained(self) -> int:
         """In an exchange, number of the period's steps from which this rank abstained."""
         return self.period.abstained if self.kind is Kind.EXCHANGE else 0
-
-    @property
-    def abstains(self) -> bool:
-        """Whether this rank has a NaN or an Inf in the step, or no gradient at all."""
-        return not self.finite or (bool(self.present) and not any(self.present))
 
 
 @dataclass(frozen=True)
@@ -215,16 +203,11 @@ class Meetings:
             BaseException: The report's own failure.
             LostRank: If another rank ended or stalled.
         """
-        failure, hashes = report.failure, [0, 0, 0]
-        if failure is None:
-            try:
-                hashes = self._hashes(report, values, signatures)
-            except Exception as error:  # The other ranks wait for a header.
-                failure = error
+        hashes = self._hashes(report, values, signatures)
         flags, numbers, steps, value_hashes, signature_hashes, presence = gather_headers(
             self._wire, report.kind, [self._number, step, *hashes],
             # In an exchange, what counts is whether a rank moved.
-            finite=report.finite or report.kind is not Kind.STEP, failure=failure,
+            finite=report.finite or report.kind is not Kind.STEP, failure=report.failure,
             abstained=report.abstained,
         )  # fmt: skip
         if len(set(numbers)) > 1:

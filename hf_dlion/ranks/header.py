@@ -26,7 +26,7 @@ import numpy as np
 from hf_dlion.ranks.wire import Wire
 
 # Version of all that is sent, hashed, and rounded.
-WIRE_VERSION = 18
+WIRE_VERSION = 19
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 # Headers of other versions have at most this number; a larger one is other data.

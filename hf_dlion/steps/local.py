@@ -22,7 +22,6 @@ from hf_dlion.core.context import StepContext
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.slot import LocalState
 from hf_dlion.gpu import form
-from hf_dlion.options import Groups
 from hf_dlion.ranks.agreement import Agreed, Period
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
@@ -64,7 +63,7 @@ class LocalSteps:
         # After plain steps, which a single voter takes, too, no layout is known.
         return Kind.LOCAL_STEP if layout is self._known else Kind.STEP
 
-    def period_with_step(self, groups: Groups, *, abstains: bool) -> Period:
+    def period_with_step(self, *, abstains: bool) -> Period:
         """Returns the period with the step that begins, from which this rank may abstain.
 
         Without local steps there is none.
@@ -79,7 +78,7 @@ class LocalSteps:
                 "step() in `with optimizer.common_weights():`, where the model doesn't hold the "
                 "weights that train: leave the block before you step"
             )
-        return self.period.and_a_step(groups, abstains=abstains)
+        return self.period.and_a_step(abstains=abstains)
 
     def step(self, layout: Layout, context: StepContext, period: Period) -> None:
         """Takes a step on this rank's gradients, without communication.
