@@ -36,7 +36,7 @@ from hf_dlion.ranks.agreement import Agreed, Report
 from hf_dlion.ranks.header import Kind, gather_bools
 from hf_dlion.ranks.stats import WireStats
 from hf_dlion.ranks.topology import Topology
-from hf_dlion.state_dict import Loading, momenta_only
+from hf_dlion.state_dict import Loading
 from hf_dlion.steps.every_step import vote
 from hf_dlion.steps.full_precision import step_in_full_precision
 from hf_dlion.steps.local import LocalSteps
@@ -454,7 +454,7 @@ class DistributedLion(torch.optim.Optimizer):
                 # On all voters, because these momenta follow the mean gradient.
                 for slot in layout.slots:
                     if slot.full_precision:
-                        self.params.take_momentum(slot)
+                        slot.momentum = self.params.flat_momentum(slot.param)
                 equal = self.guards.momenta_equal
                 step_in_full_precision(layout, agreed, ranks, context, equal=equal)
                 self.guards.momenta_equal = True
@@ -476,7 +476,7 @@ class DistributedLion(torch.optim.Optimizer):
         if options.momentum_sync_every and self.peers.voter_count > 1:
             synced = [slot for slot in layout.slots if slot.synced and slot.param.requires_grad]
             for slot in synced:
-                self.params.take_momentum(slot)
+                slot.momentum = self.params.flat_momentum(slot.param)
             synchronize(synced, self._context(number), ranks)
         if options.check_replicas_every and number % options.check_replicas_every == 0:
             self.guards.compare_replicas(ranks)
@@ -534,6 +534,7 @@ class DistributedLion(torch.optim.Optimizer):
         return StepContext(
             number=number, voter=self.peers.voter, voters=self.peers.voter_count,
             options=self.options, groups=self.param_groups, scratch=self._scratch,
+            ages=self.params.ages,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -559,27 +560,13 @@ class DistributedLion(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns groups and momenta; `save_momentum` keeps what differs between ranks."""
-
-        def leave_momenta(_: object, state_dict: dict[str, Any]) -> None:
-            if self.peers.world_size > 1:
-                state_dict["state"] = momenta_only(state_dict["state"])
-
-        before_those_of_users = self.register_state_dict_post_hook(leave_momenta, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            before_those_of_users.remove()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, on every rank.
 
         Momenta get the dtype of `momentum_dtype`, or of their parameters. Parameters keep the names
-        that they have here. A period of local steps, the number of exchanges, and abstentions are
-        forgotten; the model keeps what it holds. `load_momentum` brings each rank's own momentum,
-        and ages of rows, from its files. A state with the optimizer's own tensors, which
-        Accelerate's `prepare` loads, keeps ages, and within a period also the period.
+        that they have here. A period of local steps, the number of exchanges, ages of rows, and
+        abstentions are forgotten; the model keeps what it holds. `load_momentum` brings each rank's
+        own momentum, and ages of rows, from its files.
 
         Args:
             state_dict: Return value of `state_dict`; not changed.
@@ -588,7 +575,7 @@ class DistributedLion(torch.optim.Optimizer):
             ValueError: If the state is another optimizer's, if the numbers of groups or parameters
                 differ, or if only one of a momentum and its parameter is sharded.
         """
-        loading = Loading(self.param_groups, self.state, self.options.momentum_dtype)
+        loading = Loading(self.param_groups, self.options.momentum_dtype)
         hooks = (  # The last one before torch's load, and the first one after it.
             self.register_load_state_dict_pre_hook(loading.check),
             self.register_load_state_dict_post_hook(loading.complete, prepend=True),
@@ -599,10 +586,8 @@ class DistributedLion(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
         self.params.forget_layout()
-        # Between two periods, this rank may have sent its own state to the other ranks, which then
-        # forget the number of exchanges, so it does, too.
-        if not (loading.is_own and self.local.states):
-            self.local.reset()
+        self.params.ages.clear()
+        self.local.reset()
         self.peers.note_load()
         self.guards.note_load()
 

@@ -33,6 +33,7 @@ class Params:
     because torch refuses to add a group without names to groups that have names.
 
     Attributes:
+        ages: Ages of rows (`core.idle_rows`), by parameter; each rank has its own.
         fsdp_models: The attached FSDP2 models.
     """
 
@@ -53,6 +54,7 @@ class Params:
         self._in_models: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._models, self._layout = 0, Layout()
         self._local_states = local_states
+        self.ages: dict[Tensor, Tensor] = {}
         self.fsdp_models: list[nn.Module] = []
 
     @property
@@ -246,7 +248,7 @@ class Params:
                 slot.grad = None
         for slot in slots:
             if slot.grad is not None:
-                self.take_momentum(slot)
+                slot.momentum = self.flat_momentum(slot.param)
         return is_finite
 
     def _only_creates_state(self, slots: Sequence[Slot]) -> bool:
@@ -258,10 +260,6 @@ class Params:
             return False
         grads = [slot.grad for slot in slots if slot.grad is not None]
         return not any(numbers([grad.any() for grad in grads]))
-
-    def take_momentum(self, slot: Slot) -> None:
-        """Gives a slot its momentum and the parameter's state."""
-        slot.momentum, slot.state = self.flat_momentum(slot.param), self.state[slot.param]
 
     def flat_momentum(self, param: Tensor) -> Tensor:
         """Returns this rank's part of a parameter's momentum, flat; zeros at the first call."""

@@ -12,6 +12,7 @@ for `peers.agree(report)`, which raises on all ranks. `peers.together(kind)` is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -29,8 +30,10 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import LostRank
 from hf_dlion.steps.local import LocalSteps
 
-# Attribute of an error that a header raised on all ranks.
-_RAISED_BY_ALL = "_hf_dlion_raised_by_all"
+# Attribute of an error that a header raised on all ranks, with the time at which it did.
+_RAISED_AT = "_hf_dlion_raised_at"
+# Counts blocks and such errors of all optimizers, because a block may meet in another's step.
+_time = itertools.count()
 
 
 class Peers:
@@ -130,10 +133,13 @@ class Peers:
         """
         if self.ranks is None and self.world_size > 1:
             self.topology()  # With `replicate` a collective, so it can't fail on one rank alone.
+        began = next(_time)
         try:
             yield
         except BaseException as error:
-            if self.ranks is None or not can_meet or hasattr(error, _RAISED_BY_ALL):
+            # The same error may have been raised before, by an earlier header.
+            raised_by_all = getattr(error, _RAISED_AT, -1) > began
+            if self.ranks is None or not can_meet or raised_by_all:
                 raise
             report.failure = error
             fsdp.reshard(self._params.fsdp_models)  # As on the other ranks, for the next forward.
@@ -185,7 +191,7 @@ class Peers:
                 own.add_note(f"The other ranks weren't told: {error}")
                 raised = own  # The cause comes first, as if they had met.
             if report.has_header:  # Otherwise, the other ranks don't raise.
-                setattr(raised, _RAISED_BY_ALL, True)
+                setattr(raised, _RAISED_AT, next(_time))
             if raised is not error:
                 raise raised from (raised.__cause__ or error)
             raise

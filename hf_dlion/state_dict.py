@@ -2,7 +2,7 @@
 
 kept between two steps                     in                          state dict   momentum file
 momenta                                    `optimizer.state`           rank 0's     each rank's
-ages of rows                               `optimizer.state`           no           each rank's
+ages of rows                               `Params`                    no           each rank's
 lr, betas, weight decay                    `optimizer.param_groups`    yes          no
 number of steps                            `optimizer.param_groups`    yes          yes
 number of exchanges                        `LocalSteps`                no           yes
@@ -10,7 +10,7 @@ anchors, compensations, steps of a period  `Params`, `LocalSteps`      no       
 names of the model, the layout             `Params`                    no           no
 what the ranks have compared and counted   `Meetings`, `Guards`        no           no
 
-A save ends the period. A single rank's state dict also has ages. `checkpoint` has the files.
+A save ends the period. `checkpoint` has the files.
 """
 
 from __future__ import annotations
@@ -22,54 +22,26 @@ import torch
 from torch import Tensor
 
 from hf_dlion import fsdp
-from hf_dlion.core.idle_rows import AGE
 from hf_dlion.options import Groups, check_group, numbered
 
 # What every group of a state dict has. torch adds more to the optimizer's own defaults.
 _IN_GROUPS = ("step", "lr", "betas", "weight_decay")
 
 
-def momenta_only(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns states of parameters without ages.
-
-    torch.distributed.checkpoint needs the same keys and sizes in every save and load. Ages exist
-    for a while, on some ranks, and for this rank's shard.
-    """
-    return {
-        key: {name: value for name, value in state.items() if name == "exp_avg"}
-        for key, state in states.items()
-    }
-
-
-def loaded_state(
-    saved: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Returns copies of the momentum, in a dtype, and of the age in a parameter's saved state."""
-    loaded = {}
-    if (momentum := saved.get("exp_avg")) is not None:
-        # Without Infs and NaNs, which would decide the vote forever.
-        most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
-        loaded["exp_avg"] = momentum.nan_to_num(0.0).clamp_(-most, most).to(device, dtype)
-    if isinstance(age := saved.get(AGE), Tensor):  # torch's flattened state has {} for none.
-        loaded[AGE] = age.to(device, torch.int32, copy=True)
-    return loaded
+def loaded_momentum(momentum: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a copy in a dtype, without Infs and NaNs, which would decide the vote forever."""
+    most = min(torch.finfo(dtype).max, torch.finfo(momentum.dtype).max)
+    return momentum.nan_to_num(0.0).clamp_(-most, most).to(device, dtype)
 
 
 class Loading:
-    """A load of torch's `load_state_dict`, which calls `check` before and `complete` after it.
+    """A load of torch's `load_state_dict`, which calls `check` before and `complete` after it."""
 
-    Attributes:
-        is_own: Whether the momenta are the optimizer's own tensors, so that no momentum is loaded.
-    """
-
-    def __init__(
-        self, groups: Groups, states: Mapping[Tensor, dict[str, Any]], dtype: torch.dtype | None
-    ) -> None:
-        """Notes what the optimizer has; `dtype` is that of momenta, None for the parameters'."""
+    def __init__(self, groups: Groups, dtype: torch.dtype | None) -> None:
+        """Notes names; `dtype` is that of momenta, None for the parameters'."""
         self._names = [group.get("param_names") for group in groups]
-        self._before, self._dtype = dict(states), dtype
+        self._dtype = dtype
         self._saved: list[Mapping[str, Any]] = []
-        self.is_own = False
 
     def check(self, lion: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Checks what the hooks of users have made of a state dict.
@@ -90,13 +62,8 @@ class Loading:
                 ) from error
         params, keys = numbered(lion.param_groups), numbered(groups)
         self._saved = [states.get(key, {}) for key in keys]
-        # torch.distributed.checkpoint has names as keys, and fills the optimizer's own tensors.
-        saved_steps, steps = ([g["step"] for g in some] for some in (groups, lion.param_groups))
-        same = keys == [*range(len(params))] and saved_steps == steps
         for param, saved in zip(params, self._saved, strict=False):  # torch compares lengths.
-            fsdp.check_placement(param, momentum := saved.get("exp_avg"))
-            same = same and momentum is self._before.get(param, {}).get("exp_avg")
-        self.is_own = same
+            fsdp.check_placement(param, saved.get("exp_avg"))
 
     def complete(self, lion: torch.optim.Optimizer) -> None:
         """Gives parameters their names, and momenta their bits; before the hooks of users."""
@@ -104,11 +71,8 @@ class Loading:
             group.pop("param_names", None)
             if passed is not None:
                 group["param_names"] = passed
-        if self.is_own:
-            lion.state.update(self._before)
-            return
         for param, saved in zip(numbered(lion.param_groups), self._saved, strict=True):
-            if (state := lion.state.get(param)) is not None:
-                # torch casts both to the parameter's dtype, which loses bits.
-                state.pop(AGE, None)
-                state.update(loaded_state(saved, self._dtype or param.dtype, param.device))
+            if (momentum := saved.get("exp_avg")) is not None:
+                # torch casts it to the parameter's dtype, which loses bits.
+                dtype = self._dtype or param.dtype
+                lion.state[param]["exp_avg"] = loaded_momentum(momentum, dtype, param.device)

@@ -6,7 +6,6 @@ gloo adds the numbers of three and more ranks in another order (`adamw`, `lion`,
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -110,7 +109,7 @@ class SimulatedLion(Workers):
         self._sizes = [param.numel() for param in self.params]
         dtype = self.optimizer.options.momentum_dtype or self.params[0].dtype
         self.momenta = [torch.zeros(sum(self._sizes), dtype=dtype) for _ in self.numbers]
-        self._states = [defaultdict[Tensor, dict[str, Any]](dict) for _ in self.numbers]
+        self._ages = [dict[Tensor, Tensor]() for _ in self.numbers]
         self._scratch = Scratch()
 
     def layout_of(self, weights: Iterable[Tensor]) -> Layout:
@@ -124,7 +123,7 @@ class SimulatedLion(Workers):
         return StepContext(
             number=number, voter=worker, voters=self.setting.workers,
             options=self.optimizer.options, groups=self.optimizer.param_groups,
-            scratch=self._scratch,
+            scratch=self._scratch, ages=self._ages[worker],
         )  # fmt: skip
 
     def momenta_of(self, worker: int) -> list[Tensor]:
@@ -136,7 +135,6 @@ class SimulatedLion(Workers):
         for slot, grad, momentum in zip(layout.slots, grads, self.momenta_of(worker), strict=True):
             slot.grad = None if grad is None else flat_gradient("", grad, slot.param)
             slot.momentum = None if grad is None else momentum
-            slot.state = self._states[worker][slot.param]
         if not survey(layout.slots):
             layout.drop_gradients(False, [False] * len(layout.slots))
 

@@ -23,11 +23,10 @@ from torch import Tensor
 
 import hf_dlion.fsdp as fsdp
 from hf_dlion.core.fingerprint import fingerprints
-from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.options import numbered
 from hf_dlion.ranks.wire import digest
-from hf_dlion.state_dict import loaded_state
+from hf_dlion.state_dict import loaded_momentum
 
 # Prefix of the files' names. An integration that saves several optimizers appends a number.
 NAME = "dlion_momentum"
@@ -145,13 +144,14 @@ class Header:
 class Loaded:
     """A file's content for this rank, on its device.
 
-    `states` has the optimizer's state by parameter: the momentum, in the parameter's shape, and the
-    age of its rows. `warning` is "" if the model holds the weights of the save.
+    `momenta` have the shapes of their parameters, `ages` are those of rows. `warning` is "" if the
+    model holds the weights of the save.
     """
 
     header: Header
     warning: str = ""
-    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
+    momenta: dict[Tensor, Tensor] = field(default_factory=dict)
+    ages: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
 def file_name(name: str, rank: int, world_size: int) -> str:
@@ -174,8 +174,8 @@ def write(path: Path, lion: DistributedLion, save: str, at: Position, scaler: An
         state = lion.state.get(param, {})
         if "exp_avg" in state:
             kept[str(number)] = fsdp.local_part(state["exp_avg"].detach())
-        if AGE in state:
-            kept[f"{_AGE}{number}"] = state[AGE]
+        if (age := lion.params.ages.get(param)) is not None:
+            kept[f"{_AGE}{number}"] = age
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -273,10 +273,10 @@ def read(path: Path, lion: DistributedLion, caller: Caller) -> Loaded:
             raise _other_model(path, momentum, number, part)
         dtype = lion.options.momentum_dtype or param.dtype
         # Copies, because what safetensors returns is still mapped to the file.
-        kept = {"exp_avg": momentum, AGE: saved.get(f"{_AGE}{number}")}
-        state: dict[str, Any] = {**loaded_state(kept, dtype, part.device)}
-        state["exp_avg"] = fsdp.with_local_part(param, state["exp_avg"])
-        loaded.states[param] = state
+        copied = loaded_momentum(momentum, dtype, part.device)
+        loaded.momenta[param] = fsdp.with_local_part(param, copied)
+        if (age := saved.get(f"{_AGE}{number}")) is not None:
+            loaded.ages[param] = age.to(part.device, copy=True)
     return loaded
 
 

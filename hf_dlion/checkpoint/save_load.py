@@ -38,7 +38,6 @@ from hf_dlion.checkpoint.momentum_file import (
     read,
     write,
 )
-from hf_dlion.core.idle_rows import AGE
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
@@ -195,14 +194,14 @@ def _restore(lion: DistributedLion, loaded: Loaded) -> None:
     lion.params.forget_layout()
     lion.guards.note_load(own_momenta=True)
     lion.local.reset(loaded.header.exchanges)
+    lion.params.ages = loaded.ages
     for group in lion.param_groups:
         group["step"] = loaded.header.step
         for param in group["params"]:
             # Replaced: after torch's load_state_dict other objects may share the old tensors.
-            for key in ("exp_avg", AGE):
-                lion.state.get(param, {}).pop(key, None)
-            if param in loaded.states:
-                lion.state[param].update(loaded.states[param])
+            lion.state.get(param, {}).pop("exp_avg", None)
+            if param in loaded.momenta:
+                lion.state[param]["exp_avg"] = loaded.momenta[param]
 
 
 def _unwrapped(optimizer: object) -> DistributedLion:

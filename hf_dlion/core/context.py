@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class StepContext:
     """The step, and what its arithmetic needs in addition to the layout.
 
     `number` is that of the step, 1 for the first one, or of an exchange of local steps. `voter` is
-    the number of this rank's voter among `voters`.
+    the number of this rank's voter among `voters`. `ages` are those of `idle_rows`, by parameter.
     """
 
     number: int
@@ -41,6 +41,7 @@ class StepContext:
     options: Options
     groups: list[dict[str, Any]]
     scratch: Scratch
+    ages: MutableMapping[Tensor, Tensor] = field(default_factory=dict)
 
     @property
     def bits(self) -> int:
@@ -79,4 +80,4 @@ class StepContext:
             slot.old = None
             if slot.grad is not None:
                 beta2 = self.rates[slot.group].beta2
-                slot.old = update_age(slot.state, slot.idle, beta2)
+                slot.old = update_age(self.ages, slot.param, slot.idle, beta2)

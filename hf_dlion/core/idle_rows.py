@@ -11,7 +11,7 @@ abstains (docs/rule.md, section 2).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,6 @@ from hf_dlion.core.slot import Slot
 
 # Integers with the bits of floats, by bytes per element.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# Key in the optimizer's state: updates of the momentum since each row's last gradient other than
-# zero, at most h, int32, shape (R,). A parameter has it while a row is without a gradient.
-AGE = "row_age"
 
 
 def memory_of(beta2: float) -> int:
@@ -92,25 +88,29 @@ def largest(grad: Tensor, row_size: int) -> Tensor:
     return magnitudes
 
 
-def update_age(state: dict[str, Any], idle: Tensor | None, beta2: float) -> Tensor | None:
+def update_age(
+    ages: MutableMapping[Tensor, Tensor], param: Tensor, idle: Tensor | None, beta2: float
+) -> Tensor | None:
     """Counts an update of a momentum; returns the old rows, in which u is 0.
 
     They are bool, shape (R,), and None if no row is old. Call it once per step for each parameter
     with a gradient.
 
     Args:
-        state: The optimizer's state of the parameter; `AGE` in it is changed.
+        ages: Updates of momenta since each row's last gradient other than zero, at most h, int32,
+            shape (R,). It has those of `param` while one of its rows is without a gradient.
+        param: The parameter.
         idle: Rows of the gradient that are zero, bool, shape (R,); None if none is.
         beta2: beta2 of the momentum.
     """
-    age = state.pop(AGE, None)
+    age = ages.pop(param, None)
     if idle is None:
         return None
     if age is None or age.shape != idle.shape:
         age = torch.zeros(idle.shape, dtype=torch.int32, device=idle.device)
     most = memory_of(beta2)
-    state[AGE] = age = age.to(idle.device).add_(1).mul_(idle).clamp_(max=most)
-    old: Tensor = age == most
+    ages[param] = age = age.to(idle.device).add_(1).mul_(idle).clamp_(max=most)
+    old = age == most
     return old if old.device.type != "cpu" or old.any() else None
 
 

@@ -312,7 +312,7 @@ class Layout:
         """Forgets tensors whose memory the user may free between two steps."""
         for slot in self.slots:
             slot.part = slot.p = NO_TENSOR
-            slot.moves, slot.state = False, {}
+            slot.moves = False
             slot.grad = slot.momentum = slot.idle = slot.old = slot.local = slot.mean = None
 
     def drop_gradients(self, finite: bool, present: Sequence[bool]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -124,7 +123,6 @@ class Slot:
         local: What a period of local steps keeps of the parameter; None between two periods.
         magnitude: The number a to which codes are relative, if the tensor has one.
         mean: Mean over the voters of what `full_precision` averages.
-        state: The optimizer's state of the parameter, once the step has its momentum.
     """
 
     size: int
@@ -146,7 +144,6 @@ class Slot:
     local: LocalState | None = None
     magnitude: float | Tensor = 0.0
     mean: Tensor | None = None
-    state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, param: Tensor, group: int, part: Tensor | None = None) -> Slot:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from hf_dlion.core.context import StepContext
 from hf_dlion.core.fingerprint import fingerprints
-from hf_dlion.core.idle_rows import AGE, survey
+from hf_dlion.core.idle_rows import survey
 from hf_dlion.core.layout import Layout
 from hf_dlion.core.lion import plain_lion
 from hf_dlion.core.slot import Slot
@@ -30,7 +30,7 @@ def step_in_full_precision(
     """
     slots = [slot for slot in layout.slots if slot.full_precision]
     if not equal:
-        _equalize(slots, ranks)
+        _equalize(slots, context, ranks)
     set_means(layout, attrgetter("grad"), agreed.gradient_counts, ranks)
     for slot in slots:
         slot.grad = slot.mean
@@ -54,13 +54,13 @@ def step_in_full_precision(
     plain_lion(layout.averaged_messages, context, exact=True)
 
 
-def _equalize(slots: Sequence[Slot], ranks: Topology) -> None:
+def _equalize(slots: Sequence[Slot], context: StepContext, ranks: Topology) -> None:
     """Averages momenta over the voters if they differ, for example after a load."""
     momenta = [slot.momentum for slot in slots if slot.momentum is not None]
-    ages = [age for slot in slots if (age := slot.state.get(AGE)) is not None]
+    ages = [age for slot in slots if (age := context.ages.get(slot.param)) is not None]
     words = [digest(fingerprints([*momenta, *ages]))]
     hashes = ranks.voters.gather_words(words, "hashes of momenta")
     if len(set(hashes.view(-1).tolist())) > 1:
         average_whole(momenta, ranks)
         for slot in slots:
-            slot.state.pop(AGE, None)
+            context.ages.pop(slot.param, None)

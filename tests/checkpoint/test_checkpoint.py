@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dlion import CheckpointError, DistributedLion, load_momentum, save_momentum
 from hf_dlion.checkpoint import find_lion, momentum_file
-from hf_dlion.core.idle_rows import AGE
 from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import RankPools, RanksFailedError, on_ranks
 from tests.support.training import (
@@ -538,8 +537,6 @@ def test_torchs_distributed_checkpoint_keeps_what_is_common(rank: int, tmp_path:
     dcp.save(state_of(run), checkpoint_id=tmp_path)
     save_momentum(run.lion, tmp_path)
     straight = run.train(3)
-    # The same optimizer can load, though ages of rows now exist that didn't when it saved.
-    run.lion.state[run.model[1].weight][AGE] = torch.ones(1, dtype=torch.int32)
     dcp.load({"optimizer": state_of(run)["optimizer"]}, checkpoint_id=tmp_path)
     for with_momentum in (True, False):
         run = Run(rank, model_of(1 + rank), lr=0.5)  # As after to_empty().
@@ -808,9 +805,9 @@ def test_files_of_several_saves_by_other_numbers_of_ranks_are_refused(tmp_path: 
 def test_a_load_leaves_nothing_of_the_state_before_it(tmp_path: Path) -> None:
     run = Run(0, steps=1)
     save_momentum(run.lion, tmp_path)
-    run.lion.state[run.model[1].bias][AGE] = torch.ones(1, dtype=torch.int32)
+    run.lion.params.ages[run.model[1].bias] = torch.ones(1, dtype=torch.int32)
     load_momentum(run.lion, tmp_path)
-    assert run.lion.state[run.model[1].bias].keys() == {"exp_avg"}
+    assert run.lion.params.ages == {}
 
 
 def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_dlion.core.idle_rows import AGE, silence, survey, update_age, zero_rows
+from hf_dlion import load_momentum, save_momentum
+from hf_dlion.core.idle_rows import silence, survey, update_age, zero_rows
 from hf_dlion.core.slot import Slot
 from hf_dlion.optimizer import DistributedLion
 from tests.support.gradients import KINDS
 from tests.support.spawn import on_ranks
 from tests.support.steps import drawn
-from tests.support.training import is_equal_everywhere
+from tests.support.training import is_equal_everywhere, warned
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -57,9 +59,10 @@ def test_large_gradients_whose_sum_overflows_are_finite() -> None:
 
 def test_ages_of_other_rows_are_forgotten() -> None:
     """As of a parameter that was put into another memory format."""
-    state = {AGE: torch.full((3,), 5, dtype=torch.int32)}
-    update_age(state, torch.tensor([True]), 0.98)
-    assert state[AGE].tolist() == [1]
+    param = torch.zeros(1)
+    ages = {param: torch.full((3,), 5, dtype=torch.int32)}
+    update_age(ages, param, torch.tensor([True]), 0.98)
+    assert ages[param].tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +96,8 @@ def test_a_row_moves_for_as_long_as_the_momentum_remembers() -> None:
     assert moves(range(49), {}, 0)[0] == [49.0, -49.0]
     (once, always), optimizer = moves(range(300), {}, 0)
     assert (once, always) == (50.0, -300.0)
-    (state,) = optimizer.state.values()
-    assert state[AGE].tolist() == [50, 50, 0]
+    (age,) = optimizer.params.ages.values()
+    assert age.tolist() == [50, 50, 0]
     assert moves(range(300), {"betas": (0.9, 0.5)}, 0)[0] == [2.0, -300.0]
 
 
@@ -124,19 +127,20 @@ def test_a_rank_stops_voting_on_a_row_that_it_used_once(
     assert always == pytest.approx(-400.0, rel=0.02)
 
 
-def test_a_state_dict_keeps_ages() -> None:
+def test_a_momentum_file_keeps_ages_and_a_state_dict_does_not(tmp_path: Path) -> None:
     _, optimizer = moves(range(120), {}, 0)
+    save_momentum(optimizer, tmp_path)
     param = nn.Parameter(torch.zeros(3, 64).bfloat16())
     other = DistributedLion([("p", param)], lr=1.0)
+    other.params.ages[param] = torch.full((3,), 7, dtype=torch.int32)
     other.load_state_dict(optimizer.state_dict())
-    (age,) = [state[AGE] for state in other.state.values()]
-    assert age.dtype == torch.int32
-    assert age.tolist() == [50, 50, 0]
+    assert other.params.ages == {}
+    with warned():  # The model has other weights.
+        load_momentum(other, tmp_path)
+    assert other.params.ages[param].dtype == torch.int32
     param.grad = torch.zeros_like(param)
     other.step()
-    assert other.state[param][AGE].tolist() == [50, 50, 1]
-    (age,) = [state[AGE] for state in optimizer.state.values()]  # A load copies.
-    assert age.tolist() == [50, 50, 0]
+    assert other.params.ages[param].tolist() == [50, 50, 1]
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -162,7 +166,7 @@ def test_averaged_momenta_start_with_equal_ages(rank: int) -> None:
     voted.step()
     averaged = DistributedLion([("p", param)], full_precision="*")
     averaged.load_state_dict(voted.state_dict())
-    averaged.state[param][AGE] = torch.tensor([0, 50 * rank, 0], dtype=torch.int32)
+    averaged.params.ages[param] = torch.tensor([0, 50 * rank, 0], dtype=torch.int32)
     param.grad[1] = 0.0
     for _ in range(60):
         averaged.step()

@@ -265,9 +265,9 @@ def test_a_failure_is_raised_on_its_rank_and_named_on_the_others(rank: int, kind
 @on_ranks(2)
 def test_a_failed_comparison_of_parameters_is_named_on_the_others(rank: int) -> None:
     meetings = meetings_of(wire_of())
+    broken = {"parameters": mock.Mock(side_effect=MemoryError("too large"))}
     text = "the comparison of parameters failed on 1 of 2 ranks: rank 1: MemoryError: too"
     with pytest.raises(MemoryError if rank else Disagreement, match=None if rank else text):
-        broken = {"parameters": mock.Mock(side_effect=MemoryError("too large"))}
         meetings.agree(*report(**broken if rank else {}))
     meetings.agree(*report())
 
