@@ -15,7 +15,8 @@ in a form that TRL reads. With LoRA, ranks vote for the adapter only:
     torchrun ... examples/finetune_llm.py --model_name_or_path ./my-model --train_file my.jsonl
 
 Every field of TRL's `ScriptArguments`, `SFTConfig`, and `ModelConfig` is a flag. Of `ModelConfig`,
-only the model's name and LoRA's fields have an effect. Weights are float32. `--optim adamw_torch`
+only the model's name and LoRA's fields have an effect. All weights are float32, also frozen ones.
+The defaults, such as 20 steps of 128 tokens and no saves, are for a demo. `--optim adamw_torch`
 trains the same model with the usual gradient all-reduce.
 """
 
