@@ -493,7 +493,19 @@ PAYS, DOES_NOT = "DistributedLion pays: ", "DistributedLion does not pay: "
             "which activations need 10% or more."
             f' DistributedLion in Trainer: optim="dlion".{LEARNING}$',
         ),
-        ((60, 50), {"gpu_gb": 10}, "The model does not fit into memory: .*If it did fit: Dist"),
+        (
+            (60, 50),
+            {"gpu_gb": 10},
+            r"The model does not fit into memory: .*To fit it, pass --shard L if nodes have L "
+            r"GPUs, train with LoRA \(--trainable\), or use a smaller model. If it did fit: Dist",
+        ),
+        # What Trainer can't do.
+        (
+            (30, 96),
+            {"power": 50},
+            f"{DOES_NOT}.* Trainer has no argument for this hook. Without it, DistributedLion is "
+            "predicted to be 1.04 times as fast as AdamW with DDP fp32.$",
+        ),
     ],
 )
 def test_the_advice_begins_with_what_does_not_fit_and_ends_with_whether_it_pays(
@@ -524,6 +536,16 @@ def test_with_four_ranks_or_more_the_advice_for_local_steps_is_to_average_moment
     assert end in found["advice"]
     assert ("momentum_sync_every" in found["advice"]) == bool(end)
     assert (" and momenta is predicted" in found["advice"]) == bool(end)
+
+
+def test_the_advice_for_ddps_hook_also_says_what_trainer_can_do(run: Any) -> None:
+    words = "8b --trainable=40m --gpu=rtx4090 --link=1gbit --tokens=2048 --format=json"
+    assert re.search(
+        r"Use AdamW with DDP bf16 hook. Trainer has no argument for this hook. Without it, "
+        r"DistributedLion is predicted to be 1.\d\d times as fast as AdamW with DDP fp32. "
+        r'DistributedLion in Trainer: optim="dlion"',
+        json.loads(run(*words.split()))["advice"],
+    )
 
 
 def test_advice_against_local_steps_does_not_say_how_to_average_their_momenta(run: Any) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hf_dlion.cli.plan.methods import (
     ALONE,
     DLION,
+    HOOK,
     LOCAL_SGD,
     NODE,
     NONE,
+    PLAIN,
     POWER,
     WITH_MOMENTA,
     Case,
@@ -71,11 +74,17 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
             text += f" {name} {_compared(gain)} as {best}{condition}.{_momenta(case, name)}"
             best = name
             ours = ours if name == POWER else name
-    return (
-        text
-        + _left_out(case, measured[0], predictions, best)
-        + (_to_set(case, ours) if fits else "")
-    )
+    text += _left_out(case, measured[0], predictions, best)
+    if best in (HOOK, POWER):
+        text += " Trainer has no argument for this hook."
+        adamw = [name for name in (PLAIN, ALONE) if name in predictions]
+        if adamw and not ours.startswith(DLION):
+            name = _fastest(predictions, [DLION, *_local(case, predictions)])
+            other = _fastest(predictions, adamw)
+            gain = predictions[other].step_s / predictions[name].step_s
+            text += f" Without it, {name} {_compared(gain)} as {other}.{_momenta(case, name)}"
+            ours = name if gain >= WORTH else ours
+    return text + (_to_set(case, ours) if fits else "")
 
 
 def warning(measured: Sequence[Predictions], busy: float) -> str:
@@ -91,10 +100,12 @@ def warning(measured: Sequence[Predictions], busy: float) -> str:
     )
 
 
-def _verdict(case: Case, predictions: Predictions) -> _Verdict:
-    def fastest(names: Iterable[str]) -> str:
-        return min(names, key=lambda name: predictions[name].step_s)
+def _fastest(predictions: Predictions, names: Iterable[str]) -> str:
+    return min(names, key=lambda name: predictions[name].step_s)
 
+
+def _verdict(case: Case, predictions: Predictions) -> _Verdict:
+    fastest = partial(_fastest, predictions)
     # Votes in every step are preferred, because local steps keep another number per parameter.
     votes = fastest(n for n in (DLION, NODE) if n in predictions)
     ours = [votes, *_local(case, predictions)]
@@ -197,10 +208,11 @@ def _memory(case: Case, predictions: Predictions) -> str:
     )
     if needed <= has:
         return f"{kind} does not fit into memory: {needs}. "
-    remedy = "pass a larger --shard" if case.shard > 1 else "pass --shard L to shard it with FSDP2"
+    shard = "pass a larger --shard" if case.shard > 1 else "pass --shard L if nodes have L GPUs"
+    lora = " train with LoRA (--trainable)," if case.work.trainable == case.work.parameters else ""
     return (
-        f"The model does not fit into memory: {needs}; {remedy}, or use a smaller model. If it did "
-        f"fit: "
+        f"The model does not fit into memory: {needs}. To fit it, {shard},{lora} or use a smaller "
+        f"model. If it did fit: "
     )
 
 
