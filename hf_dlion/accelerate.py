@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hf_dlion.fsdp as fsdp
-from hf_dlion.checkpoint import NAME, find_lion, load_for, save_momentum
+from hf_dlion.checkpoint import NAME, find_lion, load_for, momenta_apart, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
@@ -298,6 +298,9 @@ def _save_state(
                     # Without it, what a crash leaves of this save isn't taken for complete.
                     own = file_name(name, accelerator.process_index, accelerator.num_processes)
                     Path(output_dir, own).unlink(missing_ok=True)
+            if can_meet:  # With FSDP2, torch saves all shards of momenta.
+                for _, lion in lions:
+                    stack.enter_context(momenta_apart(lion))
             folder = original()
         for name, lion in lions:
             state = None if scaler is None else scaler.state_dict()

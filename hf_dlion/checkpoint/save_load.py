@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,25 @@ def find_lion(optimizer: object) -> DistributedLion | None:
             return optimizer
         optimizer = getattr(optimizer, "optimizer", None)
     return None
+
+
+@contextlib.contextmanager
+def momenta_apart(lion: DistributedLion) -> Iterator[None]:
+    """Leaves momenta out of `state_dict()` in a save that also calls `save_momentum`.
+
+    Otherwise rank 0's would be written twice, and loaded on every rank before its own. A process
+    alone keeps them, because Ray Tune's checkpoints have the state dict only.
+    """
+
+    def leave_out(_: object, state_dict: dict[str, Any]) -> None:
+        if lion.peers.world_size > 1:
+            state_dict["state"] = {}
+
+    handle = lion.register_state_dict_post_hook(leave_out)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def save_momentum(

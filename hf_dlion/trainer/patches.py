@@ -7,7 +7,7 @@ meetings, in which a failure on one rank is raised on all:
 
     _save_checkpoint
       save_model                      rank 0 writes the weights                     meeting
-      _save_optimizer_and_scheduler   rank 0 writes the common state
+      _save_optimizer_and_scheduler   rank 0 writes the common state, without momenta
       _save_rng_state                 every rank writes RNG state and momentum      2 meetings
       ...                             rank 0 writes trainer_state.json and
                                       deletes older checkpoints                     meeting
@@ -44,7 +44,14 @@ from transformers.utils import logging
 
 import hf_dlion.ddp as ddp
 from hf_dlion.accelerate import replicas_of, shards_model
-from hf_dlion.checkpoint import NAME, CheckpointError, find_lion, load_for, save_momentum
+from hf_dlion.checkpoint import (
+    NAME,
+    CheckpointError,
+    find_lion,
+    load_for,
+    momenta_apart,
+    save_momentum,
+)
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.header import Kind
@@ -250,7 +257,11 @@ def _save_checkpoint(
         original(*args, **kwargs)
         return
     lion.exchange_now()
-    with lion.peers.together(Kind.SAVE, can_meet=not shards_model(trainer.accelerator)):
+    sharded = shards_model(trainer.accelerator)  # torch then saves all shards of momenta.
+    with (
+        lion.peers.together(Kind.SAVE, can_meet=not sharded),
+        contextlib.nullcontext() if sharded else momenta_apart(lion),
+    ):
         original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
             # Every rank's just-in-time callback makes this file and later removes it, which can

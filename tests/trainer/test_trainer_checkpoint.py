@@ -100,12 +100,22 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     rank: int, uninterrupted: tuple[Path, Any], half: Path
 ) -> None:
     digest, momenta = uninterrupted[1][rank]
+    # Momenta are in the files of the ranks only.
+    assert torch.load(half / f"checkpoint-{HALF}" / "optimizer.pt")["state"] == {}
     trainer, messages = train_rest(half)
     assert agree(digest, weights_digest(trainer.model))
     assert same(momenta, momenta_of(trainer))
     assert not is_equal_everywhere(momenta[0])
     assert not messages
     assert saved(half) == names([HALF, STEPS])
+
+
+def test_a_process_alone_also_finds_its_momenta_in_the_common_state(tmp_path: Path) -> None:
+    """Ray Tune's checkpoints have nothing else."""
+    with warned():
+        trainer = trained(tiny_args(tmp_path, max_steps=2, save_strategy="steps", save_steps=2))
+    kept = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt")["state"]
+    assert same([state["exp_avg"] for state in kept.values()], momenta_of(trainer))
 
 
 @on_ranks(2)
