@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_dlion.core.layout import Message
 from hf_dlion.core.votes import Verdict, Votes
 
-# Words of a message that `agreement` and `remainder` look at.
+# Words of a message that `agreement` looks at.
 SAMPLE = 1024
 
 
@@ -83,14 +83,14 @@ class WireStats:
             planes = verdict.planes[:, :SAMPLE].clone()
             self.sample = votes.planes[0, :SAMPLE].clone(), planes, voting
 
-    def note_displacements(self, w: Tensor, d: Tensor, sent: Tensor) -> None:
-        """Notes sums over elements that this rank moved by w, for `agreement` and `remainder`.
+    def note_displacements(self, w: Tensor, d: Tensor) -> None:
+        """Notes sums over elements that this rank moved by w, for `agreement`.
 
-        They are the sums of sign(w) * sign(d), of 1, of |w - sent|, and of |w|, where this rank
-        sent `sent`, and d is the mean of what all voters sent.
+        They are the sums of sign(w) * sign(d), where d is the mean of what all voters sent, and of
+        1.
         """
         sign = w.sign()  # 0 in padding and in rows that abstain
-        terms = sign * d.sign(), sign.abs(), (sign * (w - sent)).abs(), w.abs()
+        terms = sign * d.sign(), sign.abs()
         self.drift.append(torch.stack([term.sum(dtype=torch.float64) for term in terms]))
 
     @property
@@ -102,7 +102,7 @@ class WireStats:
         this rank and the mean moved in the same direction, where a mean of 0 counts half.
         """
         if self.drift:
-            same, moved, _, _ = self._drift()
+            same, moved = torch.stack([sums.cpu() for sums in self.drift]).sum(dim=0)
             return float(0.5 + 0.5 * same / moved)
         if self.sample is None:
             return math.nan
@@ -114,21 +114,6 @@ class WireStats:
         masks = ((mine ^ decided) & ~tied, tied)
         differs, halves = (float(np.unpackbits(mask.view(np.uint8)).mean()) for mask in masks)
         return 1.0 - differs - 0.5 * halves
-
-    @property
-    def remainder(self) -> float:
-        """Share of this rank's displacement that the bits of the last exchange left out.
-
-        It is the mean of |w - what this rank sent of w|, divided by the mean of |w|, in a sample of
-        how far elements were moved; NaN before the first exchange, and without local steps.
-        """
-        if not self.drift:
-            return math.nan
-        _, _, left, displaced = self._drift()
-        return float(left / displaced)
-
-    def _drift(self) -> Tensor:
-        return torch.stack([sums.cpu() for sums in self.drift]).sum(dim=0)
 
 
 def _event(device: torch.device) -> torch.cuda.Event:

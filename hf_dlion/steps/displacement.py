@@ -207,5 +207,5 @@ def move_by_mean(stats: WireStats, message: Message, mean: Mean) -> None:
     moving = [piece for piece in message.pieces if piece.has(Field.MOVING)]
     for head in [piece.head(SAMPLE) for piece in moving[:1]]:
         own = displacement(head, mean.context)
-        stats.note_displacements(own, mean.of(head), mean.sent(head))
+        stats.note_displacements(own, mean.of(head))
     form.end_period(message, mean)

@@ -194,9 +194,8 @@ class DistributedLionCallback(TrainerCallback):
         abstained = float(lion.wire.abstentions - self._abstentions)
         self._abstentions = lion.wire.abstentions
         entries["dlion/abstained"] = abstained
-        for name in ("agreement", "remainder"):
-            if not math.isnan(value := getattr(lion.wire, name)):
-                entries[f"dlion/{name}"] = value
+        if not math.isnan(agreement := lion.wire.agreement):
+            entries["dlion/agreement"] = agreement
         logs.update(entries)
         # Trainer appends a copy of `logs` to the history before it calls callbacks.
         if state.log_history and state.log_history[-1].get("loss") is logs["loss"]:

@@ -13,12 +13,12 @@ from hf_dlion.steps.displacement import SCALES
 from tests.support.local_definition import LocalLions
 from tests.support.spawn import on_ranks
 from tests.support.steps import copies, drawn, give_gradients, single
-from tests.support.training import everyones, filled, is_equal_everywhere, same
+from tests.support.training import filled, is_equal_everywhere, same
 
 
 @on_ranks(3)
-def test_the_wire_shows_how_a_rank_agrees_with_the_mean_and_what_bits_leave_out(rank: int) -> None:
-    """Compares both numbers with those of complete weights, of which one row never moves."""
+def test_the_wire_shows_how_a_rank_agrees_with_the_mean(rank: int) -> None:
+    """Compares the share with that of complete weights, of which one row never moves."""
     params = [nn.Parameter(0.01 * torch.randn(shape)) for shape in ((9, 64), (300,))]
     optimizer = DistributedLion(params, lr=0.01, vote_every=10**6)
     for number in range(3):  # exchanges
@@ -29,16 +29,11 @@ def test_the_wire_shows_how_a_rank_agrees_with_the_mean_and_what_bits_leave_out(
             optimizer.step()
         ws = [x - p.detach() for x, p in zip(before, params, strict=True)]
         optimizer.exchange_now()
-        agreeing, moved, left, displaced = 0.0, 0, 0.0, 0.0
+        agreeing, moved = 0.0, 0
         for x, w, p in zip(before, ws, params, strict=True):
-            largest = max(float(own.abs().max()) for own in everyones(w))
-            sent = (w / largest * 7).round() * largest / 7  # 4 bits
             agreeing += float((w.sign() * (x - p.detach()).sign()).sum())
             moved += int((w != 0).sum())
-            left += float((w - sent).abs().sum())
-            displaced += float(w.abs().sum())
         assert optimizer.wire.agreement == pytest.approx(0.5 + 0.5 * agreeing / moved)
-        assert optimizer.wire.remainder == pytest.approx(left / displaced, rel=1e-3)
 
 
 @on_ranks(2)

@@ -113,7 +113,7 @@ def test_what_is_evaluated_and_saved_has_all_steps(rank: int, tmp_path: Path) ->
 
     # A period that isn't over is in no entry, and one that is over in one entry.
     entries = [entry for entry in log if "loss" in entry]
-    last = {"wire_mb_per_step": False, "apply_ms": False, "agreement": True, "remainder": True}
+    last = {"wire_mb_per_step": False, "apply_ms": False, "agreement": True}
     for key, in_last in last.items():
         assert [f"dlion/{key}" in entry for entry in entries] == [False, True, in_last], key
     assert 6 * entries[1]["dlion/wire_mb_per_step"] * 1e6 == pytest.approx(watch.sent[6])
