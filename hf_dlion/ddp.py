@@ -4,8 +4,7 @@ A DDP wrapper accepts one communication hook and keeps it forever. `attach` regi
 the hook's state lists the optimizers that own the wrapper's parameters. While the list is empty,
 the hook averages gradients over all ranks, as DDP does without a hook.
 
-While every rank votes with its own gradients, the wrapper's reducer isn't needed. It is replaced by
-one of a single number, because its buckets have the size of all gradients.
+While every rank votes with its own gradients, `ddp_buckets` frees the wrapper's buckets.
 """
 
 # No "from __future__ import annotations", because DDP compares a hook's annotations with types.
@@ -15,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -23,6 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import hf_dlion.ddp_buckets as ddp_buckets
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,7 +60,7 @@ class WrapperState:
         self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
         self._owners: list[weakref.ref[Owner]] = []
         self.buckets_checked, self.calls = False, 0
-        # What the wrapper's reducer had in its buckets, while they are freed.
+        # What the wrapper had in its buckets, while they are freed.
         self._reduced: set[Tensor] = set()
 
     def __reduce__(self) -> tuple[type["WrapperState"], tuple[()]]:
@@ -132,37 +132,18 @@ class WrapperState:
         ddp.require_backward_grad_sync = cast(bool, _Off(self)) if local else True
         ddp.require_forward_param_sync = not local
 
-    @torch.inference_mode(False)  # Buckets serve later backwards, too.
     def _fit_buckets(self) -> None:
-        """Frees DDP's buckets if gradients stay on their rank, or makes them again.
-
-        Not for a static graph, which counts backward passes, and DDP's own mixed precision, whose
-        hooks name parameters by their place in the reducer. It must not be called in backward,
-        which the reducer takes part in.
-        """
+        """Frees DDP's buckets if gradients stay on their rank, or makes them again."""
         ddp = self.ddp()
-        if ddp is None or ddp.static_graph or ddp.mixed_precision is not None:
+        if ddp is None or not ddp_buckets.can_be_freed(ddp):
             return
         frees = isinstance(ddp.require_backward_grad_sync, _Off)
         if frees and not self._reduced:
-            buckets = ddp.reducer._get_zeros_like_grad_buckets()
-            reduced = {param for bucket in buckets for param in bucket.parameters()}
-            nothing = nn.Parameter(torch.zeros(1, device=next(iter(reduced)).device))
-            _make_reducer(ddp, self, [nothing], [False], {})
-            self._reduced = reduced
+            self._reduced = ddp_buckets.free(ddp)
+            _register_hook(ddp, self)
         elif not frees and self._reduced:
-            # DDP takes what is trainable, but these may be frozen now, and others unfrozen.
-            flags = {param: param.requires_grad for param in ddp.module.parameters()}
-            try:
-                for param in flags:
-                    param.requires_grad_(param in self._reduced)
-                untyped: Any = ddp
-                params, are_sparse = untyped._build_params_for_reducer()
-                names = untyped._build_debug_param_to_name_mapping(params)
-                _make_reducer(ddp, self, params, are_sparse, names)
-            finally:
-                for param, flag in flags.items():
-                    param.requires_grad_(flag)
+            ddp_buckets.restore(ddp, self._reduced)
+            _register_hook(ddp, self)
             self._reduced = set()
 
 
@@ -338,22 +319,6 @@ def _register(ddp: DistributedDataParallel) -> WrapperState:
         ddp._comm_hooks.clear()
         raise RuntimeError(f"the DDP wrapper already has a communication hook: {error}") from error
     return state
-
-
-def _make_reducer(
-    ddp: DistributedDataParallel,
-    state: WrapperState,
-    params: list[nn.Parameter],
-    are_sparse: list[bool],
-    names: dict[int, str],
-) -> None:
-    """Gives a wrapper a new reducer, as its `__setstate__` does, with the hook."""
-    untyped: Any = ddp
-    untyped._ddp_init_helper(params, are_sparse, names, False)
-    _register_hook(ddp, state)
-    # Accelerate's regional compilation trains a copy of the wrapper, which keeps the original.
-    if isinstance(original := vars(ddp).get("_orig_mod"), DistributedDataParallel):
-        original.reducer, original.logger = ddp.reducer, ddp.logger
 
 
 def _register_hook(ddp: DistributedDataParallel, state: WrapperState) -> None:

@@ -360,7 +360,8 @@ def test_what_was_frozen_at_detach_is_averaged_again(rank: int, frozen: str) -> 
     part.requires_grad_(frozen == "all")  # Also what is frozen at the attach.
     attach(ddp, owner)
     assert is_local(ddp, rank)
-    with mock.patch("hf_dlion.ddp._make_reducer", side_effect=torch.OutOfMemoryError("no memory")):
+    full = torch.OutOfMemoryError("no memory")
+    with mock.patch("hf_dlion.ddp_buckets._make_reducer", side_effect=full):
         assert "no memory" in error_of(detach, owner)
     assert is_local(ddp, rank)
     detach(owner)
