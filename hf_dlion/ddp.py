@@ -1,8 +1,8 @@
 """DDP's communication hook: keeps gradients on their rank, or averages them inside a node.
 
 A DDP wrapper accepts one communication hook and keeps it forever. `attach` registers the hook, and
-the hook's state lists the optimizers that own the wrapper's parameters. While the list is empty,
-the hook averages gradients over all ranks, as DDP does without a hook.
+the wrapper lists the optimizers that own its parameters. While the list is empty, the hook averages
+gradients over all ranks, as DDP does without a hook.
 
 While every rank votes with its own gradients, `ddp_buckets` frees the wrapper's buckets.
 """
@@ -26,6 +26,9 @@ import hf_dlion.ddp_buckets as ddp_buckets
 
 M = TypeVar("M", bound=nn.Module)
 
+# Name of the wrapper's attribute that keeps its owners.
+_OWNERS = "_hf_dlion_owners"
+
 
 class Owner(Protocol):
     """An optimizer for which `attach` changes a wrapper's gradients, such as `DistributedLion`."""
@@ -41,12 +44,20 @@ class Owner(Protocol):
         """The ranks that average gradients; None if every rank votes for itself."""
 
 
-class WrapperState:
-    """The hook's state: the optimizers that own the wrapper's parameters.
+class _Owners(list[Owner]):
+    """The owners in a wrapper's attribute; a copied or unpickled wrapper has none.
 
-    The latest owner of a parameter counts. A copied or unpickled state has no owners, so a copied
-    wrapper averages its gradients. A wrapper whose owner was dropped without `detach` refuses to go
-    on, because garbage is collected at a different time on each rank.
+    A wrapper keeps its owners alive until `detach`. If they ended with the user's last reference,
+    each rank would notice when Python collects its garbage. They aren't in the hook's state, which
+    the reducer refers to in a way that Python's collector can't follow.
+    """
+
+    def __reduce__(self) -> tuple[type["_Owners"], tuple[()]]:
+        return _Owners, ()
+
+
+class WrapperState:
+    """The hook's state. A copied or unpickled one has no wrapper, so a copied wrapper averages.
 
     Attributes:
         ddp: Weak reference to the wrapper.
@@ -58,7 +69,8 @@ class WrapperState:
     def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
         self.ddp = (lambda: None) if ddp is None else weakref.ref(ddp)
         self.averaged: set[Tensor] = set() if ddp is None else set(_trainable(ddp))
-        self._owners: list[weakref.ref[Owner]] = []
+        if ddp is not None:
+            vars(ddp)[_OWNERS] = _Owners()
         self.buckets_checked, self.calls = False, 0
         # What the wrapper had in its buckets, while they are freed.
         self._reduced: set[Tensor] = set()
@@ -68,49 +80,18 @@ class WrapperState:
 
     @property
     def owners(self) -> list[Owner]:
-        """The attached optimizers, the latest last."""
-        return [owner for ref in self._owners if (owner := ref()) is not None]
+        """The attached optimizers, the latest last, which counts for a parameter that two have."""
+        return [] if (ddp := self.ddp()) is None else [*vars(ddp)[_OWNERS]]
 
-    @property
-    def has_lost_owner(self) -> bool:
-        """Whether an owner was dropped without `detach`."""
-        return len(self.owners) < len(self._owners)
-
-    def misses_owner(self) -> bool:
-        """Returns whether an owner is lost, and neither a forward nor the hook finds that out.
-
-        Without buckets no hook is called, and no forward asks `_Off` in a loop that sets
-        `require_backward_grad_sync`, as some do for accumulation.
-        """
-        synchronizes: Any = None if (ddp := self.ddp()) is None else ddp.require_backward_grad_sync
-        return self.has_lost_owner and bool(self._reduced) and not isinstance(synchronizes, _Off)
-
-    def refuse_lost_owners(self) -> None:
-        """Raises RuntimeError if an owner was dropped without `detach`."""
-        if self.has_lost_owner:
-            raise RuntimeError(
-                "a DistributedLion that was attached to the DDP wrapper is gone, so nothing would "
-                "use the gradients of its parameters: keep it, or call its detach() on every rank "
-                "before you drop it (with Accelerate, optimizer.optimizer.detach()). To go on "
-                "without it, wrap the model in DistributedDataParallel again"
-            )
-
-    def set_owners(self, owners: list[Owner]) -> None:
-        """Replaces the owners."""
-        self._set([weakref.ref(owner) for owner in owners])
-
-    def remove(self, owner: Owner) -> None:
-        """Removes an owner. References to dropped ones stay, so they are still missed."""
-        self._set([ref for ref in self._owners if ref() is not owner])
-        self.buckets_checked = False
-
-    def _set(self, owners: list[weakref.ref[Owner]]) -> None:
-        before, self._owners = self._owners, owners
+    def set_owners(self, owners: Iterable[Owner]) -> None:
+        """Replaces the owners of a wrapper."""
+        before, kept = self.owners, vars(self.ddp())[_OWNERS]
+        kept[:] = owners
         try:
             self.set_synchronization()
             self._fit_buckets()
         except Exception:  # Such as too little memory for buckets: the call can be repeated.
-            self._owners = before
+            kept[:] = before
             self.set_synchronization()
             raise
 
@@ -150,15 +131,13 @@ class WrapperState:
 class _Off:
     """False while a wrapper has owners, also if `no_sync()` puts it back afterwards.
 
-    If an owner was dropped, a forward that asks raises. It copies and pickles as True, so a copied
-    wrapper averages.
+    It copies and pickles as True, so a copied wrapper averages.
     """
 
     def __init__(self, state: WrapperState) -> None:
         self._state = state
 
     def __bool__(self) -> bool:
-        self._state.refuse_lost_owners()
         return not self._state.owners
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
@@ -183,13 +162,11 @@ def lion_hook(
         bucket: DDP's bucket of gradients.
 
     Raises:
-        RuntimeError: In `ddp.join()`, if a parameter of the bucket has no owner, or if an owner was
-            dropped without `detach`.
+        RuntimeError: In `ddp.join()`, or if a parameter of the bucket has no owner.
     """
     ddp, owners = state.ddp(), state.owners
     assert ddp is not None  # The wrapper's reducer calls this function.
     state.calls += 1
-    state.refuse_lost_owners()
     if not owners:
         return allreduce_hook(ddp.process_group, bucket)
     _refuse_join(ddp)
@@ -275,7 +252,8 @@ def detach(owner: Owner) -> None:
     """
     for state in _states.values():
         if owner in state.owners:
-            state.remove(owner)
+            state.set_owners(other for other in state.owners if other is not owner)
+            state.buckets_checked = False
 
 
 def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
@@ -423,14 +401,11 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             continue
         if optimizer in owners and ddp._join_config.enable:
             _refuse_join(ddp)  # The hook isn't called if DDP's synchronization is off.
-        misses_owner = state.misses_owner()
-        if not misses_owner and (not owners or owners == [optimizer]):
+        if not owners or owners == [optimizer]:
             continue
         owner_of, attached = _owner_of(owners), set(_trainable(ddp))
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if misses_owner and param in attached:
-                state.refuse_lost_owners()
-            if owners and param in attached and owner_of.get(param) is not optimizer:
+            if param in attached and owner_of.get(param) is not optimizer:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} would step gradients that DDP did not average, "
                     "because another optimizer is attached to the wrapper of its parameters: "
