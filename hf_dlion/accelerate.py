@@ -25,7 +25,6 @@ import hf_dlion.fsdp as fsdp
 from hf_dlion.checkpoint import NAME, find_lion, load_for, momenta_apart, save_momentum
 from hf_dlion.checkpoint.momentum_file import file_name
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.wire import timeout_of
 from hf_dlion.user_warning import TRAINS_ALONE, warn_user
@@ -284,10 +283,10 @@ def _save_state(
     for _, lion in lions:
         lion.exchange_now()
     # With FSDP the other ranks may be in its collectives, where they can't meet this one.
-    can_meet, rest = not shards_model(accelerator), Report(Kind.SAVE)
+    can_meet = not shards_model(accelerator)
     try:
         with (
-            lions[0][1].peers.all_or_none(rest, can_meet=can_meet),
+            lions[0][1].peers.together(Kind.SAVE, can_meet=can_meet),
             contextlib.ExitStack() as stack,
         ):
             stack.callback(setattr, accelerator, "wait_for_everyone", wait)
@@ -304,7 +303,7 @@ def _save_state(
             folder = original()
         for name, lion in lions:
             state = None if scaler is None else scaler.state_dict()
-            save_momentum(lion, folder, scaler=state, failure=rest.failure, name=name)
+            save_momentum(lion, folder, scaler=state, name=name)
     finally:
         # If a rank failed, some have counted this state, so all do: the next one has a new name.
         project.iteration = iteration + 1
@@ -317,14 +316,12 @@ def _load_state(accelerator: Accelerator, original: Callable[[], None]) -> None:
         original()
         return
     # Momenta are loaded later, because Accelerate loads rank 0's after this hook.
-    rest, folders = Report(Kind.LOAD), [""]
+    folders = [""]
     note = accelerator.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
-    with note, lions[0][1].peers.all_or_none(rest, can_meet=not shards_model(accelerator)):
+    can_meet = not shards_model(accelerator)
+    with note, lions[0][1].peers.together(Kind.LOAD, can_meet=can_meet):
         original()
-    states = [
-        load_for("Accelerate", lion, folders[-1], failure=rest.failure, name=name)
-        for name, lion in lions
-    ]
+    states = [load_for("Accelerate", lion, folders[-1], name=name) for name, lion in lions]
     if states[0] is not None and accelerator.scaler is not None:
         # Replaces rank 0's state, which Accelerate gave to every rank.
         accelerator.scaler.load_state_dict(states[0])

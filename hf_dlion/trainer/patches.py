@@ -8,14 +8,14 @@ meetings, in which a failure on one rank is raised on all:
     _save_checkpoint
       save_model                      rank 0 writes the weights                     meeting
       _save_optimizer_and_scheduler   rank 0 writes the common state, without momenta
-      _save_rng_state                 every rank writes RNG state and momentum      2 meetings
+      _save_rng_state                 every rank writes RNG state and momentum      3 meetings
       ...                             rank 0 writes trainer_state.json and
                                       deletes older checkpoints                     meeting
 
 A load of `resume_from_checkpoint` has these, and momenta come last:
 
     _load_from_checkpoint             every rank reads the weights                meeting
-    _load_optimizer_and_scheduler     every rank reads the common state
+    _load_optimizer_and_scheduler     every rank reads the common state           meeting
     _load_scaler                      every rank reads the scaler and its momentum  meetings
 
 With FSDP2, ranks wait for one another's shards and can't meet, so only a failure to write momenta
@@ -53,7 +53,6 @@ from hf_dlion.checkpoint import (
     save_momentum,
 )
 from hf_dlion.optimizer import DistributedLion
-from hf_dlion.ranks.agreement import Report
 from hf_dlion.ranks.header import Kind
 from hf_dlion.trainer.arguments import check_optim_args, internal
 from hf_dlion.trainer.attach import attach, refuse
@@ -330,12 +329,10 @@ def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_di
     if lion is None:
         original(output_dir)
         return
-    rest = Report(Kind.SAVE)
-    with lion.peers.all_or_none(rest):
+    with lion.peers.together(Kind.SAVE):
         original(output_dir)
     scaler = _scaler(trainer)
-    state = None if scaler is None else scaler.state_dict()
-    save_momentum(lion, output_dir, scaler=state, failure=rest.failure)
+    save_momentum(lion, output_dir, scaler=None if scaler is None else scaler.state_dict())
 
 
 def _load_from_checkpoint(
@@ -398,12 +395,11 @@ def _load_optimizer_and_scheduler(
         original(checkpoint)
         return
     attach(lion, trainer)  # Ranks meet in loading, and with FSDP2 loading takes a step.
-    rest = Report(Kind.LOAD)
-    with lion.peers.all_or_none(rest, can_meet=not shards_model(trainer.accelerator)):
+    if checkpoint is None:
         original(checkpoint)
-    if rest.failure is not None:
-        with lion.peers.together(Kind.LOAD):  # The other ranks are in `_load_scaler`.
-            raise rest.failure
+        return
+    with lion.peers.together(Kind.LOAD, can_meet=not shards_model(trainer.accelerator)):
+        original(checkpoint)
 
 
 def _load_scaler(
