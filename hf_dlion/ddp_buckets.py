@@ -6,7 +6,8 @@ caller registers one. They must not be called in backward, which the reducer tak
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def free(ddp: DistributedDataParallel) -> set[Tensor]:
 
 
 @torch.inference_mode(False)
-def restore(ddp: DistributedDataParallel, reduced: Collection[Tensor]) -> None:
+def restore(ddp: DistributedDataParallel, reduced: AbstractSet[Tensor]) -> None:
     """Makes the buckets again, of the parameters that `free` returned."""
     # DDP takes what is trainable, but these may be frozen now, and others unfrozen.
     flags = {param: param.requires_grad for param in ddp.module.parameters()}

@@ -65,6 +65,7 @@ class Guards:
         abstentions: How often ranks abstained.
         momenta_equal: Whether momenta of averaged gradients are known to be equal on all
             voters. It changes on all of them together, unlike a layout.
+        lacks_momenta: Whether a state without momenta was loaded, which the next step refuses.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Guards:
         self.abstentions = Abstentions(options, stats)
         self._hook_calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.momenta_equal = self._compared_gradients = self._loaded = False
+        self.lacks_momenta = False
         self._comparisons = 0
         self._watched: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         # The layout and the number of wrappers for which `attach` was called as needed.
@@ -94,10 +96,11 @@ class Guards:
         for wrapper, state in ddp.hook_states(self._owner).items():
             self._hook_calls[wrapper] = state.calls
 
-    def note_load(self, *, own_momenta: bool = False) -> None:
+    def note_load(self, *, own_momenta: bool = False, lacks_momenta: bool = False) -> None:
         """Notes a load; momenta of `load_momentum` are each rank's own, so they aren't compared."""
         self.abstentions.forget()
         self.momenta_equal, self._loaded = False, not own_momenta
+        self.lacks_momenta = lacks_momenta
 
     # Checks before a header.
 
@@ -106,9 +109,16 @@ class Guards:
 
         Raises:
             RuntimeError: If parameters are sharded, or nodes vote, and no model was attached; if no
-                hook averages a parameter's gradient in the node, or did since the last step; or as
-                `Abstentions.check`.
+                hook averages a parameter's gradient in the node, or did since the last step; if a
+                state was loaded without momenta; or as `Abstentions.check`.
         """
+        if self.lacks_momenta:
+            raise RuntimeError(
+                "the optimizer's state was saved without momenta, which are in the files "
+                "dlion_momentum_*: after load_state_dict(), call hf_dlion.load_momentum(optimizer, "
+                "folder) on every rank, or with Accelerate hf_dlion.accelerate.attach() before "
+                "load_state(). Without these files, start with a new optimizer"
+            )
         now = layout, len(ddp.hook_states(self._owner))  # A wrapper may have been dropped.
         if self._attached != now:
             self._check_models()

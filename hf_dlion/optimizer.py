@@ -589,7 +589,7 @@ class DistributedLion(torch.optim.Optimizer):
         self.params.ages.clear()
         self.local.reset()
         self.peers.note_load()
-        self.guards.note_load()
+        self.guards.note_load(lacks_momenta=loading.lacks_momenta)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle and deepcopy copy.
@@ -602,13 +602,14 @@ class DistributedLion(torch.optim.Optimizer):
                 "a DistributedLion with process_group or replicate can't be copied or pickled: "
                 "create another one, and load state_dict() into it"
             )
-        return {**super().__getstate__(), "options": self.options}
+        return {**super().__getstate__(), "options": self.options, "ages": self.params.ages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickled or copied optimizer, or torch's part of a loaded state."""
         torch_state = dict(state)
-        options = torch_state.pop("options", None)
+        options, ages = (torch_state.pop(name, None) for name in ("options", "ages"))
         super().__setstate__(torch_state)
         if options is not None:
             self._begin(options, None, None)
+            self.params.ages = ages
             ddp.introduce(self)

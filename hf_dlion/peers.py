@@ -30,8 +30,8 @@ from hf_dlion.ranks.topology import Topology
 from hf_dlion.ranks.wire import LostRank
 from hf_dlion.steps.local import LocalSteps
 
-# Attribute of an error that a header raised on all ranks, with the time at which it did.
-_RAISED_AT = "_hf_dlion_raised_at"
+# Attribute of an error that a header raised on all ranks: the time at which it did, and the ranks.
+_RAISED = "_hf_dlion_raised"
 # Counts blocks and such errors of all optimizers, because a block may meet in another's step.
 _time = itertools.count()
 
@@ -137,9 +137,7 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            # The same error may have been raised before, by an earlier header.
-            raised_by_all = getattr(error, _RAISED_AT, -1) > began
-            if self.ranks is None or not can_meet or raised_by_all:
+            if self.ranks is None or not can_meet or self._raised_by_all(error, began):
                 raise
             report.failure = error
             fsdp.reshard(self._params.fsdp_models)  # As on the other ranks, for the next forward.
@@ -191,10 +189,20 @@ class Peers:
                 own.add_note(f"The other ranks weren't told: {error}")
                 raised = own  # The cause comes first, as if they had met.
             if report.has_header:  # Otherwise, the other ranks don't raise.
-                setattr(raised, _RAISED_AT, next(_time))
+                setattr(raised, _RAISED, (next(_time), self._global_ranks()))
             if raised is not error:
                 raise raised from (raised.__cause__ or error)
             raise
+
+    def _raised_by_all(self, error: BaseException, began: int) -> bool:
+        """Returns whether a header raised an error on all of these ranks since a block began."""
+        # An earlier header may have raised it, or one of another optimizer with fewer ranks.
+        time, ranks = getattr(error, _RAISED, (-1, frozenset[int]()))
+        return time > began and ranks >= self._global_ranks()
+
+    def _global_ranks(self) -> frozenset[int]:
+        assert self.ranks is not None
+        return frozenset(self.ranks.everyone.global_ranks)
 
     def _header(self, report: Report, layout: Layout | None, ranks: Topology) -> Agreed:
         known, values, steps = Layout(), dict[str, object](), 0

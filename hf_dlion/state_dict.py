@@ -26,6 +26,8 @@ from hf_dlion.options import Groups, check_group, numbered
 
 # What every group of a state dict has. torch adds more to the optimizer's own defaults.
 _IN_GROUPS = ("step", "lr", "betas", "weight_decay")
+# Key of a state dict without momenta, in a checkpoint in which every rank has a file for its own.
+MOMENTA_APART = "momenta_apart"
 
 
 def loaded_momentum(momentum: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,13 +37,18 @@ def loaded_momentum(momentum: Tensor, dtype: torch.dtype, device: torch.device) 
 
 
 class Loading:
-    """A load of torch's `load_state_dict`, which calls `check` before and `complete` after it."""
+    """A load of torch's `load_state_dict`, which calls `check` before and `complete` after it.
+
+    Attributes:
+        lacks_momenta: Whether the momenta are in the ranks' own files (`MOMENTA_APART`).
+    """
 
     def __init__(self, groups: Groups, dtype: torch.dtype | None) -> None:
         """Notes names; `dtype` is that of momenta, None for the parameters'."""
         self._names = [group.get("param_names") for group in groups]
         self._dtype = dtype
         self._saved: list[Mapping[str, Any]] = []
+        self.lacks_momenta = False
 
     def check(self, lion: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Checks what the hooks of users have made of a state dict.
@@ -62,6 +69,7 @@ class Loading:
                 ) from error
         params, keys = numbered(lion.param_groups), numbered(groups)
         self._saved = [states.get(key, {}) for key in keys]
+        self.lacks_momenta = MOMENTA_APART in state_dict
         for param, saved in zip(params, self._saved, strict=False):  # torch compares lengths.
             fsdp.check_placement(param, saved.get("exp_avg"))
 

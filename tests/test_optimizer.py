@@ -205,6 +205,24 @@ def test_a_failing_closure_raises_on_all_ranks_as_often_as_it_fails(rank: int) -
         assert torch.equal(param, before)
 
 
+@on_ranks(3, timeout=30)
+def test_what_another_optimizer_raises_on_fewer_ranks_is_raised_on_all(rank: int) -> None:
+    few = dist.new_group([0, 1])
+    _, optimizer = single()
+    optimizer.step()
+    other = single(process_group=few)[1] if rank < 2 else None
+
+    def closure() -> float:
+        if other is not None:
+            other.param_groups[0]["lr"] *= 1 + rank
+            other.step()
+        return 0.0
+
+    begin = "ranks differ, first in" if rank < 2 else "step failed on 2 of 3 ranks"
+    assert error_of(optimizer.step, closure).startswith(f"Disagreement: {begin}")
+    assert error_of(optimizer.step) == ""
+
+
 @pytest.mark.parametrize("vote_every", [1, 2])
 @on_ranks(2)
 def test_a_step_that_fails_keeps_no_gradient(rank: int, vote_every: int) -> None:

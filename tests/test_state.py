@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_dlion.checkpoint import save_momentum
+from hf_dlion.checkpoint import load_momentum, momenta_apart, save_momentum
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Disagreement
 from tests.support.spawn import on_ranks
@@ -218,6 +218,43 @@ def test_a_pickled_optimizer_keeps_options_and_state() -> None:
     assert loaded.steps == 1
     assert same(momenta_of(optimizer), momenta_of(loaded))
     loaded.step()  # On parameters without gradients.
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_optimizer_keeps_ages_of_its_own_parameters(copied: Any) -> None:
+    param = nn.Parameter(torch.zeros(3, 64))
+    optimizer = DistributedLion([("p", param)], lr=1.0, betas=(0.9, 0.5))
+    for step in range(8):
+        param.grad = torch.ones(3, 64)
+        if step:
+            param.grad[1] = 0.0
+        if step == 4:
+            param, optimizer = copied((param, optimizer))
+            param.grad = torch.ones(3, 64)
+            param.grad[1] = 0.0
+        optimizer.step()
+    assert param[:, 0].tolist() == [-8.0, -2.0, -8.0]
+
+
+@on_ranks(2)
+def test_a_state_without_momenta_needs_those_of_the_ranks_files(rank: int, tmp_path: Path) -> None:
+    """As the common state of Trainer's and Accelerate's checkpoints."""
+    param, optimizer = single()
+    optimizer.step()
+    save_momentum(optimizer, tmp_path)
+    with momenta_apart(optimizer):
+        state = optimizer.state_dict()
+    assert optimizer.state_dict()["state"]
+    optimizer.load_state_dict(state)
+    before = copies([param])
+    for _ in range(2):
+        assert "saved without momenta" in error_of(optimizer.step)
+    assert same(before, [param])
+    load_momentum(optimizer, tmp_path)
+    assert error_of(optimizer.step) == ""
+    optimizer.load_state_dict(state if rank == 0 else optimizer.state_dict())
+    said = error_of(optimizer.step)
+    assert ("RuntimeError" if rank == 0 else "step failed on 1 of 2 ranks") in said
 
 
 @on_ranks(2)

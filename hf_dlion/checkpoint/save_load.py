@@ -41,6 +41,7 @@ from hf_dlion.checkpoint.momentum_file import (
 from hf_dlion.optimizer import DistributedLion
 from hf_dlion.ranks.header import Kind
 from hf_dlion.ranks.topology import Topology
+from hf_dlion.state_dict import MOMENTA_APART
 from hf_dlion.user_warning import warn_user
 
 
@@ -63,7 +64,7 @@ def momenta_apart(lion: DistributedLion) -> Iterator[None]:
 
     def leave_out(_: object, state_dict: dict[str, Any]) -> None:
         if lion.peers.world_size > 1:
-            state_dict["state"] = {}
+            state_dict |= {"state": {}, MOMENTA_APART: True}
 
     handle = lion.register_state_dict_post_hook(leave_out)
     try:

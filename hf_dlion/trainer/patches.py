@@ -256,11 +256,7 @@ def _save_checkpoint(
         original(*args, **kwargs)
         return
     lion.exchange_now()
-    sharded = shards_model(trainer.accelerator)  # torch then saves all shards of momenta.
-    with (
-        lion.peers.together(Kind.SAVE, can_meet=not sharded),
-        contextlib.nullcontext() if sharded else momenta_apart(lion),
-    ):
+    with lion.peers.together(Kind.SAVE, can_meet=not shards_model(trainer.accelerator)):
         original(*args, **kwargs)
         if trainer.args.enable_jit_checkpoint:
             # Every rank's just-in-time callback makes this file and later removes it, which can
@@ -322,6 +318,16 @@ def _on_each_node(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         del model.should_save_on_this_rank
+
+
+def _save_optimizer_and_scheduler(
+    trainer: Trainer, original: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    lion = find_lion(trainer.optimizer)
+    # With FSDP2, torch saves the shards of momenta.
+    apart = lion is not None and not shards_model(trainer.accelerator)
+    with momenta_apart(lion) if lion is not None and apart else contextlib.nullcontext():
+        original(*args, **kwargs)
 
 
 def _save_rng_state(trainer: Trainer, original: Callable[[str], None], output_dir: str) -> None:
@@ -406,9 +412,12 @@ def _load_scaler(
     trainer: Trainer, original: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
     lion = find_lion(trainer.optimizer)
-    # Ray Tune's checkpoints have no momentum files; one process finds all in the optimizer's state.
-    alone = checkpoint and trainer.args.world_size == 1 and not _holds(checkpoint, NAME)
-    if lion is None or checkpoint is None or alone:
+    if lion is None or checkpoint is None:
+        original(checkpoint)
+        return
+    # Ray Tune's checkpoints have no momentum files, and one process finds momenta in the state.
+    has_state = lion.state and not lion.guards.lacks_momenta
+    if has_state and trainer.args.world_size == 1 and not _holds(checkpoint, NAME):
         original(checkpoint)
         return
     with lion.peers.together(Kind.LOAD):
@@ -508,6 +517,7 @@ _TRAINER_METHODS: dict[str, Callable[..., Any]] = {
     "predict": _with_common_weights,
     "_save_checkpoint": _save_checkpoint,
     "save_model": _save_model,
+    "_save_optimizer_and_scheduler": _save_optimizer_and_scheduler,
     "_save_rng_state": _save_rng_state,
     "_load_from_checkpoint": _load_from_checkpoint,
     "_load_optimizer_and_scheduler": _load_optimizer_and_scheduler,

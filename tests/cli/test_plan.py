@@ -548,6 +548,37 @@ def test_the_advice_for_ddps_hook_also_says_what_trainer_can_do(run: Any) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # Plain DDP in bfloat16, which needs no hook.
+        (
+            "350m --gpu=a100 --link=25g --ranks=64 --ranks-per-node=8 --dtype=bf16 "
+            "--trainable=40m --vote-every=8",
+            r"Without it, .* as AdamW with DDP bf16\.$",
+        ),
+        (
+            "350m --gpu=h100 --link=100g --ranks=64 --ranks-per-node=8 --tokens=65536 "
+            "--vote-every=2",
+            r'Without it, DistributedLion, local_group="node" is .* fast as AdamW with DDP fp32',
+        ),
+        # How to average momenta isn't said of what is slower.
+        (
+            "1b --gpu=a100 --link=10gbit --ranks=512 --ranks-per-node=8 --trainable=20m "
+            "--tokens=65536 --latency-ms=50",
+            r"Without it, .* times as long as AdamW with DDP fp32\.$",
+        ),
+        # The frozen weights alone need 140 GB.
+        ("70b --gpu=rtx3090 --link=1gbit", r"if nodes have L GPUs, or use a smaller model"),
+    ],
+)
+def test_advice_names_what_is_possible_without_the_hook_or_with_lora(
+    run: Any, words: str, said: str
+) -> None:
+    found = json.loads(run(*words.split(), "--format=json"))["advice"]
+    assert re.search(said, found), found
+
+
 def test_advice_against_local_steps_does_not_say_how_to_average_their_momenta(run: Any) -> None:
     words = "135m --gpu=rtx3090 --link=100mbit --ranks=8 --tokens=512 --format=json"
     found = json.loads(run(*words.split()))["advice"]

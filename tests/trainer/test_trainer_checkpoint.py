@@ -118,6 +118,16 @@ def test_a_process_alone_also_finds_its_momenta_in_the_common_state(tmp_path: Pa
     assert same([state["exp_avg"] for state in kept.values()], momenta_of(trainer))
 
 
+def test_a_process_alone_misses_the_momenta_of_several_ranks(half: Path) -> None:
+    for path in (half / f"checkpoint-{HALF}").glob("dlion_momentum*"):
+        path.unlink()
+    with (
+        warned(),
+        pytest.raises(CheckpointError, match="momenta were not saved"),
+    ):
+        trained(tiny_args(half, **LONG), resume=f"{half}/checkpoint-{HALF}")
+
+
 @on_ranks(2)
 def test_saving_changes_nothing_and_a_trainer_goes_back_to_its_checkpoint(
     uninterrupted: tuple[Path, Any], half: Path

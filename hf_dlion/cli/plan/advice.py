@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from hf_dlion.cli.plan.methods import (
     ALONE,
     DLION,
@@ -14,7 +16,6 @@ from hf_dlion.cli.plan.methods import (
     LOCAL_SGD,
     NODE,
     NONE,
-    PLAIN,
     POWER,
     WITH_MOMENTA,
     Case,
@@ -77,13 +78,17 @@ def advice(case: Case, measured: Sequence[Predictions], busy: float = 0.0) -> st
     text += _left_out(case, measured[0], predictions, best)
     if best in (HOOK, POWER):
         text += " Trainer has no argument for this hook."
-        adamw = [name for name in (PLAIN, ALONE) if name in predictions]
+        adamw = [name for name in (*_reducing(predictions), ALONE) if name != HOOK]
+        adamw = [name for name in adamw if name in predictions]
         if adamw and not ours.startswith(DLION):
-            name = _fastest(predictions, [DLION, *_local(case, predictions)])
+            votes = [name for name in (DLION, NODE) if name in predictions]
+            name = _fastest(predictions, [*votes, *_local(case, predictions)])
             other = _fastest(predictions, adamw)
             gain = predictions[other].step_s / predictions[name].step_s
-            text += f" Without it, {name} {_compared(gain)} as {other}.{_momenta(case, name)}"
-            ours = name if gain >= WORTH else ours
+            text += f" Without it, {name} {_compared(gain)} as {other}."
+            if gain >= WORTH:
+                text += _momenta(case, name)
+                ours = name
     return text + (_to_set(case, ours) if fits else "")
 
 
@@ -209,7 +214,9 @@ def _memory(case: Case, predictions: Predictions) -> str:
     if needed <= has:
         return f"{kind} does not fit into memory: {needs}. "
     shard = "pass a larger --shard" if case.shard > 1 else "pass --shard L if nodes have L GPUs"
-    lora = " train with LoRA (--trainable)," if case.work.trainable == case.work.parameters else ""
+    fits = torch.bfloat16.itemsize * case.work.parameters / case.shard <= has
+    all_train = case.work.trainable == case.work.parameters
+    lora = " train with LoRA (--trainable)," if all_train and fits else ""
     return (
         f"The model does not fit into memory: {needs}. To fit it, {shard},{lora} or use a smaller "
         f"model. If it did fit: "

@@ -32,7 +32,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 NONE = "AdamW without network"
 ALONE = "AdamW on one node"
 DLION = "DistributedLion"
-PLAIN, HOOK = "AdamW with DDP fp32", "AdamW with DDP bf16 hook"
+HOOK = "AdamW with DDP bf16 hook"
 POWER = f"AdamW with PowerSGD rank {POWER_RANK}"
 LOCAL_SGD = "LocalSGD"
 NODE = f'{DLION}, local_group="node"'
