@@ -246,7 +246,8 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> Non
     loop = Loop()
     assert "ValueError: Tried to find" in error_of(loop.accelerator.load_state, "/nonexistent")
     loop.train(2)
-    loop.accelerator.save_state(tmp_path)
+    for folder in (tmp_path, tmp_path / "first"):
+        loop.accelerator.save_state(folder)
     kept = loop.momenta()
     error = error_of(loop.accelerator.save_state, f"{tmp_path}/{rank}")
     assert re.match("CheckpointError: .*different folders", error), error
@@ -258,6 +259,9 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> Non
     assert "KeyboardInterrupt: stop" in error
     remedy = "earlier one). Call hf_dlion.accelerate.attach before accelerator.save"
     assert remedy in error_of(loop.accelerator.load_state, str(tmp_path))
+    assert "saved without momenta" in error_of(loop.train, 1)
+    loop.accelerator.load_state(str(tmp_path / "first"))
+    assert same(kept, loop.momenta())
     loop.accelerator.save_state(tmp_path)
     loop.train(1)
     loop.accelerator.save_state(tmp_path / "later")

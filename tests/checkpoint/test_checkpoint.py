@@ -807,7 +807,7 @@ def test_a_load_leaves_nothing_of_the_state_before_it(tmp_path: Path) -> None:
     save_momentum(run.lion, tmp_path)
     run.lion.params.ages[run.model[1].bias] = torch.ones(1, dtype=torch.int32)
     load_momentum(run.lion, tmp_path)
-    assert run.lion.params.ages == {}
+    assert run.model[1].bias not in run.lion.params.ages
 
 
 def test_a_process_alone_saves_and_loads(tmp_path: Path) -> None:
