@@ -61,14 +61,14 @@ RUNS: dict[str, tuple[list[str], int, dict[str, Any]]] = {
 }
 # Weights, momenta, files, and sent bytes of all ranks.
 HASHES = {
-    "float32": "04e1da8c 4d459bc4 12816c66 8ff79244",
-    "bfloat16": "01664423 1e7f658d 731aec3b c34b38ec",
-    "mixed dtypes": "c5b9d244 4deae080 096edb32 1beccdae",
-    "4 bits": "e0837a4f 4d459bc4 7c9fae21 e4896511",
-    "nodes": "0c2c1334 818f27a5 d99fe163 6f51beba",
-    "local steps": "54cfa25f 9325e771 a891180c 1542c306",
-    "full precision": "45616cd9 acac28b0 e6f1633b a867b954",
-    "FSDP2": "3d417d3c 3f7bc19c e857d974 76fe5746",
+    "float32": "04e1da8c 4d459bc4 12816c66 794834f2",
+    "bfloat16": "01664423 1e7f658d 731aec3b 0565c80a",
+    "mixed dtypes": "c5b9d244 4deae080 096edb32 8289210c",
+    "4 bits": "e0837a4f 4d459bc4 7c9fae21 5f270255",
+    "nodes": "0c2c1334 818f27a5 d99fe163 31a049cc",
+    "local steps": "54cfa25f 9325e771 a891180c 6bc84215",
+    "full precision": "45616cd9 acac28b0 e6f1633b e375ac53",
+    "FSDP2": "3d417d3c 3f7bc19c e857d974 cb20e402",
 }
 
 
