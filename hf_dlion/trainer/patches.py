@@ -324,9 +324,10 @@ def _save_optimizer_and_scheduler(
     trainer: Trainer, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
     lion = find_lion(trainer.optimizer)
-    # With FSDP2, torch saves the shards of momenta.
-    apart = lion is not None and not shards_model(trainer.accelerator)
-    with momenta_apart(lion) if lion is not None and apart else contextlib.nullcontext():
+    if lion is None or shards_model(trainer.accelerator):  # torch saves all shards of momenta.
+        original(*args, **kwargs)
+        return
+    with momenta_apart(lion):
         original(*args, **kwargs)
 
 
